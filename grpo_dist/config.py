@@ -1,0 +1,282 @@
+"""The recipe: what a run is, as typed sections, and the checks that need more than one key.
+
+    YAML file + key=value overrides  ->  recipe_file.load_recipe  ->  Recipe  ->  every component gets its own section
+
+A component receives its section, never the whole recipe. Nothing here imports torch, ray or vllm: a recipe is checked
+in milliseconds, on any machine. What needs data, a tokenizer or a cluster is checked by ``grpo-dist check``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+
+class RunSection(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; its folder is OUT/NAME.")
+    seed: NonNegative = Field(0, description="Fixes data order, sampling and initialisation.")
+    steps: Positive = Field(description="Optimizer steps, each followed by one publication.")
+    out: Path = Field(Path("runs"), description="Folder that holds run folders.")
+    resume: bool = Field(False, description="Continue the run of this name from its newest good checkpoint.")
+
+
+class ModelSection(Section):
+    path: str = Field(description="Hugging Face model folder or hub name; 'quickstart' builds the toy policy.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of weights and activations.")
+    attention: Literal["auto", "segment", "varlen", "eager"] = Field(
+        "auto", description="How packed sequences attend: 'auto' takes varlen on CUDA and segment on CPU."
+    )
+    trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
+
+
+class DataColumns(Section):
+    prompt: str = Field("prompt", description="Column with the question: a string, or a list of chat messages.")
+    answer: str = Field("answer", description="Column with the gold answer.")
+    id: str | None = Field(None, description="Column with a stable id; by default a hash of the row.")
+    verifier: str | None = Field(None, description="Column that names the verifier of the row.")
+
+
+class EvaluationData(Section):
+    source: str | None = Field(None, description="Own evaluation source; otherwise rows are held out of the training one.")
+    split: str = Field("test", description="Split of the evaluation source.")
+    size: NonNegative = Field(0, description="Rows to evaluate on (held out by content hash); 0 turns evaluation off.")
+
+
+class DataSection(Section):
+    source: str = Field(description="JSONL/JSON/CSV/Parquet file, data set folder or hub name, or 'quickstart'.")
+    split: str = Field("train", description="Split of a Hugging Face data set.")
+    columns: DataColumns = Field(DataColumns(), description="Which column means what.")
+    template: Literal["chat", "raw"] = Field("chat", description="'chat' applies the tokenizer's chat template; 'raw' sends the text.")
+    system_prompt: str | None = Field(None, description="System message put before each chat prompt.")
+    max_prompt_tokens: Positive = Field(1024, description="Longer prompts, measured after the template, are dropped and counted.")
+    shuffle: bool = Field(True, description="New order each epoch, fixed by run.seed; false keeps file order.")
+    evaluation: EvaluationData = Field(EvaluationData(), description="Held-out prompts.")
+
+
+class TrainSampling(Section):
+    temperature: float = Field(1.0, description="Of the behaviour policy; the learner scales its logits alike.")
+    top_p: float = Field(1.0, description="Must be 1 in training: truncated sampling is another distribution than the learner's.")
+    top_k: int = Field(-1, description="Must be off (-1) in training, as top_p.")
+    min_p: float = Field(0.0, description="Must be 0 in training, as top_p.")
+    max_tokens: Positive = Field(1024, description="Longest completion; one that reaches it is 'truncated'.")
+    stop: tuple[str, ...] = Field((), description="Strings that end a completion.")
+
+    @model_validator(mode="after")
+    def _same_distribution_as_the_learner(self) -> TrainSampling:
+        # 0 < T < 0.01 is raised to 0.01 by vLLM, and T = 0 is greedy: neither has the learner's log-probabilities.
+        if self.temperature < 0.01:
+            raise ValueError(
+                f"temperature must be at least 0.01 for training rollouts, got {self.temperature}: "
+                "greedy completions of one prompt are all equal and carry no signal"
+            )
+        for key, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            if getattr(self, key) != off:
+                raise ValueError(
+                    f"{key} must be {off} for training rollouts, got {getattr(self, key)}: the learner's "
+                    "log-probabilities are those of the whole vocabulary (use evaluate.sampling for evaluation)"
+                )
+        return self
+
+
+class EvalSampling(Section):
+    temperature: NonNegativeFloat = Field(1.0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling.")
+    max_tokens: Positive | None = Field(None, description="By default that of rollout.sampling.")
+    samples: Positive = Field(1, description="Completions per prompt; pass@k needs at least k.")
+
+
+class RolloutSection(Section):
+    workers: Positive = Field(1, description="vLLM engines, one Ray actor each.")
+    tensor_parallel: Positive = Field(1, description="GPUs (or CPU ranks) per engine.")
+    group_size: int = Field(16, description="G, completions per prompt.")
+    groups_per_step: Positive = Field(32, description="Prompts per optimizer step.")
+    max_staleness: NonNegative = Field(0, description="k: how many versions a rollout may lag; 0 is synchronous.")
+    sampling: TrainSampling = Field(TrainSampling(), description="Sampling of training rollouts.")
+    engine: dict[str, Any] = Field({}, description="Passed to vLLM's engine as they are (max_num_seqs, kv_cache_memory_bytes, …).")
+    cpus_per_worker: PositiveFloat = Field(1.0, description="CPU cores that Ray reserves for an engine.")
+
+    @model_validator(mode="after")
+    def _a_group_compares(self) -> RolloutSection:
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size must be at least 2, got {self.group_size}: the advantage of a sample is its "
+                "distance from the mean of its group, which is 0 for a group of one"
+            )
+        owned = {
+            "model", "tokenizer", "dtype", "seed", "tensor_parallel_size", "logprobs_mode", "generation_config",
+            "weight_transfer_config", "distributed_executor_backend", "worker_extension_cls", "data_parallel_size",
+            "enable_sleep_mode", "trust_remote_code", "pipeline_parallel_size",
+        }  # fmt: skip
+        if taken := sorted(owned & set(self.engine)):
+            raise ValueError(f"engine.{taken[0]} is set by grpo_dist and cannot be given; see the section that owns it")
+        return self
+
+
+class VerifierUse(Section):
+    model_config = ConfigDict(extra="allow", frozen=True)  # options belong to the verifier, which checks them
+    name: str = Field(description="Registered verifier.")
+    weight: float = Field(1.0, description="Its share in the reward: reward = sum of weight x part.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class VerifiersSection(Section):
+    workers: Positive = Field(1, description="Verifier actors.")
+    timeout: PositiveFloat = Field(10.0, description="Seconds one verdict may take; then the sample is masked and counted.")
+    max_error_rate: Fraction = Field(0.5, description="Above this share of failed verdicts in a step the run stops.")
+    use: tuple[VerifierUse, ...] = Field(description="Verifiers and their weights.", min_length=1)
+    cpus_per_worker: PositiveFloat = Field(0.5, description="CPU cores that Ray reserves for a verifier actor.")
+
+
+class KLSection(Section):
+    beta: NonNegativeFloat = Field(0.0, description="Weight of the KL penalty; at 0 no reference policy is loaded.")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators of KL(policy || reference).")
+
+
+class AlgorithmSection(Section):
+    advantage: str = Field("grpo", description="How rewards of a group become advantages.")
+    objective: str = Field("clip", description="The policy loss.")
+    divisor: str = Field("token", description="What the summed loss is divided by, counted over the whole batch.")
+    clip_low: PositiveFloat = Field(0.2, lt=1, description="The ratio's lower clip is 1 - clip_low.")
+    clip_high: PositiveFloat = Field(0.2, description="The ratio's upper clip is 1 + clip_high.")
+    kl: KLSection = Field(KLSection(), description="Penalty towards the reference policy.")
+    max_step0_mismatch: PositiveFloat = Field(
+        0.1, description="Mean |engine - learner log-probability| allowed while both hold the same weights; above it the run stops."
+    )
+
+
+class ScheduleSection(Section):
+    name: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
+    warmup_steps: NonNegative = Field(0, description="Linear rise from 0: step s <= w uses s/w of the rate.")
+    final_fraction: Fraction = Field(0.0, description="Share of the rate left at run.steps (linear, cosine).")
+
+
+class OptimizerSection(Section):
+    beta1: Fraction = Field(0.9, description="AdamW.")
+    beta2: Fraction = Field(0.99, description="AdamW.")
+    eps: PositiveFloat = Field(1e-8, description="AdamW.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW, decoupled.")
+
+
+class ZeroSection(Section):
+    offload_optimizer: bool = Field(False, description="Optimizer state in host memory.")
+    offload_parameters: bool = Field(False, description="Parameter shards in host memory.")
+    reduce_bucket_size: Positive = Field(500_000_000, description="Elements reduced at a time.")
+    gather_bytes: Positive = Field(1 << 30, description="Most bytes gathered at a time for a publication or export.")
+
+
+class LearnerSection(Section):
+    ranks: Positive = Field(1, description="DeepSpeed ZeRO-3 ranks, one Ray actor each.")
+    learning_rate: NonNegativeFloat = Field(1e-6, description="Peak rate of AdamW.")
+    schedule: ScheduleSection = Field(ScheduleSection(), description="Learning rate over steps.")
+    optimizer: OptimizerSection = Field(OptimizerSection(), description="AdamW.")
+    grad_clip: NonNegativeFloat = Field(1.0, description="Largest global gradient norm; 0 turns clipping off.")
+    micro_batch_tokens: Positive = Field(16384, description="Most tokens packed into one forward pass.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    logprob_chunk_tokens: Positive = Field(256, description="Tokens whose logits exist at a time.")
+    zero: ZeroSection = Field(ZeroSection(), description="ZeRO-3.")
+    deepspeed: dict[str, Any] = Field({}, description="Merged last into the DeepSpeed configuration.")
+    cpus_per_rank: PositiveFloat = Field(1.0, description="CPU cores that Ray reserves for a rank.")
+
+    @model_validator(mode="after")
+    def _owned_deepspeed_keys(self) -> LearnerSection:
+        owned = {
+            "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
+            "gradient_clipping", "bf16", "fp16", "managed_gradient_accumulation", "checkpoint",
+        }  # fmt: skip
+        if taken := sorted(owned & set(self.deepspeed)):
+            raise ValueError(f"deepspeed.{taken[0]} is set by grpo_dist and cannot be given; see the learner's own keys")
+        return self
+
+
+class WeightsSection(Section):
+    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="'auto' takes nccl on GPUs and gloo on CPUs.")
+    verify: Literal["always", "first", "sampled", "never"] = Field("always", description="Which publications are checked by a digest per tensor; the first always is, unless never.")
+    verify_every: Positive = Field(10, description="With verify: sampled.")
+
+
+class CheckpointSection(Section):
+    every: NonNegative = Field(50, description="Steps between checkpoints; 0: only at the end and when asked to stop.")
+    keep: Positive = Field(2, description="Newest checkpoints kept.")
+
+
+class EvaluateSection(Section):
+    every: NonNegative = Field(0, description="Steps between evaluations; 0: only at start and end.")
+    sampling: EvalSampling = Field(EvalSampling(), description="Sampling of evaluations; never changes training.")
+
+
+class WandbSection(Section):
+    mode: Literal["auto", "online", "offline", "disabled"] = Field("auto", description="'auto': online when an API key is set, else offline.")
+    project: str = Field("grpo-dist", description="W&B project.")
+    entity: str | None = Field(None, description="W&B user or team.")
+    tags: tuple[str, ...] = Field((), description="W&B tags.")
+
+
+class TrackingSection(Section):
+    wandb: WandbSection = Field(WandbSection(), description="Weights & Biases.")
+    tables: NonNegative = Field(8, description="Sample completions sent to the tracker per evaluation.")
+
+
+class FaultsSection(Section):
+    start_seconds: PositiveFloat = Field(600, description="Limit for a worker to become ready.")
+    rollout_seconds: PositiveFloat = Field(1800, description="Limit for one group to be generated.")
+    verify_seconds: PositiveFloat = Field(600, description="Limit for one group to be scored, queueing included.")
+    learn_seconds: PositiveFloat = Field(3600, description="Limit for one optimizer step.")
+    publish_seconds: PositiveFloat = Field(600, description="Limit for one publication.")
+    save_seconds: PositiveFloat = Field(1800, description="Limit for one checkpoint.")
+    placement_seconds: PositiveFloat = Field(60, description="Limit for the cluster to grant the wanted resources.")
+    collective_seconds: PositiveFloat = Field(600, description="Limit of one collective between learner ranks.")
+    nonfinite_steps: Positive = Field(3, description="Skipped steps in a row (non-finite gradient) that stop the run.")
+
+
+class Recipe(Section):
+    """A whole run. See each section for its keys; ``grpo-dist recipes --schema`` prints them all."""
+
+    description: str = Field("", description="One line for `grpo-dist recipes`.")
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    rollout: RolloutSection = Field(RolloutSection(), description="Sampling groups of completions.")
+    verifiers: VerifiersSection
+    algorithm: AlgorithmSection = Field(AlgorithmSection(), description="From rewards to a loss.")
+    learner: LearnerSection = Field(LearnerSection(), description="The ZeRO-3 update.")
+    weights: WeightsSection = Field(WeightsSection(), description="Publishing weights to the engines.")
+    checkpoint: CheckpointSection = Field(CheckpointSection(), description="Durable state.")
+    evaluate: EvaluateSection = Field(EvaluateSection(), description="pass@k on held-out prompts.")
+    tracking: TrackingSection = Field(TrackingSection(), description="Metrics and samples for people.")
+    faults: FaultsSection = Field(FaultsSection(), description="Time limits: nothing waits for ever.")
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Recipe:
+        samples = self.rollout.groups_per_step * self.rollout.group_size
+        if samples < self.learner.ranks:
+            raise ValueError(
+                f"a step has {self.rollout.groups_per_step} groups x {self.rollout.group_size} samples = {samples}, "
+                f"fewer than learner.ranks = {self.learner.ranks}: some ranks would never train"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        context = self.rollout.engine.get("max_model_len")
+        if context is not None and longest > context:
+            raise ValueError(
+                f"data.max_prompt_tokens {self.data.max_prompt_tokens} + rollout.sampling.max_tokens "
+                f"{self.rollout.sampling.max_tokens} = {longest} exceeds rollout.engine.max_model_len {context}"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.out / self.run.name
