@@ -1,0 +1,173 @@
+"""The bounded window of rollouts: how far generation may run ahead of learning.
+
+    submit group i ──► generate ──► score ──► ready[i]          (each group on its own, any order of arrival)
+    take(n)        ◄── the next n groups in SUBMISSION order
+    release(n)     ──► n slots free ──► the next n groups are submitted
+
+At most ``slots = (k + 1) x groups_per_step`` groups are submitted and not released. The driver releases a step's groups
+only after the weights of that step are published, so a group that is trained in step s was submitted no earlier than
+version s - 1 - k: the lag is bounded by k. Submission order is what makes this true; with completion order a slow
+group could wait for ever while younger ones are trained.
+
+Which group has which prompt and seed is a pure function of its id, given as ``request``; where groups are generated and
+scored is unknown here: both are injected async functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from grpo_dist.types import GroupRequest, RolloutGroup, ScoredGroup
+
+Request = Callable[[int], GroupRequest]
+Generate = Callable[[GroupRequest], Awaitable[RolloutGroup]]
+Score = Callable[[RolloutGroup], Awaitable[ScoredGroup]]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStatus:
+    """Groups in each stage right now, for the display and for messages of time-outs."""
+
+    generating: int
+    scoring: int
+    ready: int
+    taken: int
+
+
+@dataclass(slots=True)
+class _Group:
+    task: asyncio.Task[ScoredGroup] | None
+    stage: str = "generating"
+    result: ScoredGroup | None = field(default=None)
+
+
+class RolloutPipeline:
+    """Groups in flight, in submission order. One event loop owns it; it is not thread-safe."""
+
+    def __init__(
+        self,
+        request: Request,
+        generate: Generate,
+        score: Score,
+        *,
+        slots: int,
+        first: int = 0,
+        end: int | None = None,
+        buffered: Iterable[ScoredGroup] = (),
+    ) -> None:
+        """``first`` is the first group id not yet trained, ``end`` the first id that must not be sampled any more.
+
+        ``buffered`` are groups finished by a former process: they take their slots without being sampled again.
+
+        Raises:
+            ValueError: no slots, or a buffered group outside the window.
+        """
+        if slots < 1:
+            raise ValueError(f"the rollout window needs at least one slot, got {slots}")
+        self._request, self._generate, self._score = request, generate, score
+        self._slots, self._next, self._end = slots, first, end
+        self._take_from = first
+        self._taken = 0
+        self._window: dict[int, _Group] = {}
+        self._failure: asyncio.Future[None] | None = None
+        self._buffered = {group.group_id: group for group in buffered}
+        if outside := [i for i in self._buffered if not first <= i < first + slots]:
+            raise ValueError(f"buffered groups {outside} lie outside the window {first}..{first + slots - 1}")
+
+    def start(self) -> None:
+        """Fill the window. Call inside the event loop, after the first publication."""
+        self._failure = asyncio.get_running_loop().create_future()
+        self._fill()
+
+    @property
+    def next_group(self) -> int:
+        """The first group id that has not been handed out by ``take``."""
+        return self._take_from
+
+    @property
+    def status(self) -> WindowStatus:
+        stages = [group.stage for group in self._window.values()]
+        return WindowStatus(*(stages.count(name) for name in ("generating", "scoring", "ready")), taken=self._taken)
+
+    async def take(self, n: int) -> list[ScoredGroup]:
+        """The next ``n`` groups in submission order, waiting for them.
+
+        Raises whatever a generation or a scoring raised, as soon as any group in the window fails.
+        """
+        assert self._failure is not None, "take() before start()"
+        if n > self._slots - self._taken:
+            raise ValueError(f"take({n}) with {self._slots} slots, {self._taken} of them taken and not released")
+        groups = []
+        for _ in range(n):
+            groups.append(await self._finished(self._take_from))
+            del self._window[self._take_from]
+            self._take_from += 1
+            self._taken += 1
+        return groups
+
+    def release(self, n: int) -> None:
+        """Give back the slots of ``n`` taken groups and submit as many new ones."""
+        if n > self._taken:
+            raise ValueError(f"release({n}) of {self._taken} taken groups")
+        self._taken -= n
+        self._fill()
+
+    def finished(self) -> tuple[ScoredGroup, ...]:
+        """Groups that are scored and not yet taken, in submission order: part of a checkpoint."""
+        return tuple(g.result for _, g in sorted(self._window.items()) if g.result is not None)
+
+    async def close(self) -> None:
+        """Cancel what is in flight and wait until it has ended."""
+        tasks = [g.task for g in self._window.values() if g.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._window.clear()
+        if self._failure is not None:
+            self._failure.cancel()
+
+    async def __aenter__(self) -> RolloutPipeline:
+        self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def _finished(self, group_id: int) -> ScoredGroup:
+        group = self._window.get(group_id)
+        if group is None:
+            raise ValueError(f"group {group_id} was never submitted: the window ends at {self._end}")
+        if group.result is not None:
+            return group.result
+        assert group.task is not None
+        assert self._failure is not None
+        await asyncio.wait({group.task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        if self._failure.done():
+            self._failure.result()  # raises the first cause, of whichever group
+        return group.task.result()
+
+    def _fill(self) -> None:
+        while len(self._window) + self._taken < self._slots and (self._end is None or self._next < self._end):
+            group_id = self._next
+            self._next += 1
+            if (done := self._buffered.pop(group_id, None)) is not None:
+                self._window[group_id] = _Group(task=None, stage="ready", result=done)
+                continue
+            group = self._window[group_id] = _Group(task=None)
+            group.task = asyncio.create_task(self._run(group_id, group), name=f"group-{group_id}")
+
+    async def _run(self, group_id: int, group: _Group) -> ScoredGroup:
+        try:
+            rollout = await self._generate(self._request(group_id))
+            group.stage = "scoring"
+            group.result = await self._score(rollout)
+        except Exception as error:
+            # Kept for take(), which raises it: a task's exception would otherwise be seen only in its turn.
+            if self._failure is not None and not self._failure.done():
+                self._failure.set_exception(error)
+                self._failure.exception()  # marks it as retrieved; the run may end before take() looks
+            raise
+        group.stage = "ready"
+        return group.result
