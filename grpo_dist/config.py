@@ -97,6 +97,14 @@ class EvalSampling(Section):
     samples: Positive = Field(1, description="Completions per prompt; pass@k needs at least k.")
 
 
+class PlacementSection(Section):
+    """What Ray reserves for one worker of a role, and where. GPUs follow from the role's own keys."""
+
+    cpus: PositiveFloat = Field(0.5, description="CPU cores that Ray reserves for one worker (not a limit on what it uses).")
+    resources: dict[str, PositiveFloat] = Field({}, description="Custom Ray resources of one worker, e.g. {learner_node: 1}.")
+    labels: dict[str, str] = Field({}, description="Labels a node must have, e.g. {grpo.dev/role: rollout}.")
+
+
 class RolloutSection(Section):
     workers: Positive = Field(1, description="vLLM engines, one Ray actor each.")
     tensor_parallel: Positive = Field(1, description="GPUs (or CPU ranks) per engine.")
@@ -105,7 +113,7 @@ class RolloutSection(Section):
     max_staleness: NonNegative = Field(0, description="k: how many versions a rollout may lag; 0 is synchronous.")
     sampling: TrainSampling = Field(TrainSampling(), description="Sampling of training rollouts.")
     engine: dict[str, Any] = Field({}, description="Passed to vLLM's engine as they are (max_num_seqs, kv_cache_memory_bytes, …).")
-    cpus_per_worker: PositiveFloat = Field(1.0, description="CPU cores that Ray reserves for an engine.")
+    placement: PlacementSection = Field(PlacementSection(cpus=0.5), description="What Ray reserves for an engine.")
 
     @model_validator(mode="after")
     def _a_group_compares(self) -> RolloutSection:
@@ -139,7 +147,7 @@ class VerifiersSection(Section):
     timeout: PositiveFloat = Field(10.0, description="Seconds one verdict may take; then the sample is masked and counted.")
     max_error_rate: Fraction = Field(0.5, description="Above this share of failed verdicts in a step the run stops.")
     use: tuple[VerifierUse, ...] = Field(description="Verifiers and their weights.", min_length=1)
-    cpus_per_worker: PositiveFloat = Field(0.5, description="CPU cores that Ray reserves for a verifier actor.")
+    placement: PlacementSection = Field(PlacementSection(cpus=0.25), description="What Ray reserves for a verifier actor.")
 
 
 class KLSection(Section):
@@ -190,7 +198,7 @@ class LearnerSection(Section):
     logprob_chunk_tokens: Positive = Field(256, description="Tokens whose logits exist at a time.")
     zero: ZeroSection = Field(ZeroSection(), description="ZeRO-3.")
     deepspeed: dict[str, Any] = Field({}, description="Merged last into the DeepSpeed configuration.")
-    cpus_per_rank: PositiveFloat = Field(1.0, description="CPU cores that Ray reserves for a rank.")
+    placement: PlacementSection = Field(PlacementSection(cpus=0.5), description="What Ray reserves for a rank.")
 
     @model_validator(mode="after")
     def _owned_deepspeed_keys(self) -> LearnerSection:
