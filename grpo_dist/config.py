@@ -136,6 +136,10 @@ class VerifierUse(Section):
     model_config = ConfigDict(extra="allow", frozen=True)  # options belong to the verifier, which checks them
     name: str = Field(description="Registered verifier.")
     weight: float = Field(1.0, description="Its share in the reward: reward = sum of weight x part.")
+    label: str | None = Field(None, description="Name of its part in logs; needed when one verifier is used twice.")
+    requires: str | None = Field(
+        None, description="Label of a verifier that must say 'correct' first, or 'correct' for all others; otherwise this part is 0."
+    )
 
     @property
     def options(self) -> dict[str, Any]:

@@ -86,6 +86,20 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyItem:
+    """What a verifier may see of one completion. All of it survives JSON: it travels to a child process as a line."""
+
+    id: str  # names the sample in messages and slow lists: "prompt id/index"
+    prompt: str
+    completion: str
+    finish_reason: FinishReason
+    answer: Any  # JSON value
+    tokens: int = 0  # length of the completion, the stop token included
+    verifier: str | None = None  # the row's own choice
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What verifiers said of one completion. ``reward is None`` means: no verdict, and ``error`` says why."""
 
