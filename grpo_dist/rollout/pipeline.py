@@ -16,6 +16,7 @@ scored is unknown here: both are injected async functions.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -37,10 +38,20 @@ class WindowStatus:
 
 
 @dataclass(slots=True)
+class WindowTimes:
+    """Seconds since the last ``times()``: what ``take`` waited for, and how long engines had work."""
+
+    rollout_wait: float = 0.0
+    verify_wait: float = 0.0
+    generating: float = 0.0  # at least one group was being generated
+
+
+@dataclass(slots=True)
 class _Group:
     task: asyncio.Task[ScoredGroup] | None
     stage: str = "generating"
     result: ScoredGroup | None = field(default=None)
+    generated_at: float = 0.0  # monotonic; 0 until then
 
 
 class RolloutPipeline:
@@ -72,6 +83,9 @@ class RolloutPipeline:
         self._taken = 0
         self._window: dict[int, _Group] = {}
         self._failure: asyncio.Future[None] | None = None
+        self._times = WindowTimes()
+        self._generating = 0
+        self._generating_since = 0.0
         self._buffered = {group.group_id: group for group in buffered}
         if outside := [i for i in self._buffered if not first <= i < first + slots]:
             raise ValueError(f"buffered groups {outside} lie outside the window {first}..{first + slots - 1}")
@@ -118,6 +132,15 @@ class RolloutPipeline:
         """Groups that are scored and not yet taken, in submission order: part of a checkpoint."""
         return tuple(g.result for _, g in sorted(self._window.items()) if g.result is not None)
 
+    def times(self) -> WindowTimes:
+        """Where the time went since the last call."""
+        now = time.monotonic()
+        times, self._times = self._times, WindowTimes()
+        if self._generating:
+            times.generating += now - self._generating_since
+            self._generating_since = now
+        return times
+
     async def close(self) -> None:
         """Cancel what is in flight and wait until it has ended."""
         tasks = [g.task for g in self._window.values() if g.task is not None]
@@ -143,7 +166,12 @@ class RolloutPipeline:
             return group.result
         assert group.task is not None
         assert self._failure is not None
+        began = time.monotonic()
         await asyncio.wait({group.task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        ended = time.monotonic()
+        generated = min(max(group.generated_at or ended, began), ended)
+        self._times.rollout_wait += generated - began
+        self._times.verify_wait += ended - generated
         if self._failure.done():
             self._failure.result()  # raises the first cause, of whichever group
         return group.task.result()
@@ -160,8 +188,12 @@ class RolloutPipeline:
 
     async def _run(self, group_id: int, group: _Group) -> ScoredGroup:
         try:
-            rollout = await self._generate(self._request(group_id))
-            group.stage = "scoring"
+            self._engines(+1)
+            try:
+                rollout = await self._generate(self._request(group_id))
+            finally:
+                self._engines(-1)
+            group.stage, group.generated_at = "scoring", time.monotonic()
             group.result = await self._score(rollout)
         except Exception as error:
             # Kept for take(), which raises it: a task's exception would otherwise be seen only in its turn.
@@ -171,3 +203,11 @@ class RolloutPipeline:
             raise
         group.stage = "ready"
         return group.result
+
+    def _engines(self, change: int) -> None:
+        now = time.monotonic()
+        if self._generating == 0:
+            self._generating_since = now
+        self._generating += change
+        if self._generating == 0:
+            self._times.generating += now - self._generating_since

@@ -1,0 +1,64 @@
+"""Which Ray: the one RAY_ADDRESS names, or a fresh one on this machine.
+
+A cluster that merely happens to run here is never joined: it may be somebody else's. Token authentication is Ray's own
+(on for a Ray started here; a joined one needs RAY_AUTH_MODE=token and the token in every node's environment).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+
+from grpo_dist.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The Ray this process talks to."""
+
+    address: str
+    started_here: bool  # then no node will ever join: a misfit is final
+
+    @property
+    def logs(self) -> str:
+        """Folder with the output of every worker, on the node that ran it."""
+        return f"{ray._private.worker.global_worker.node.get_session_dir_path()}/logs"
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Connect to Ray, and let go of it at the end. A connection that this process already has is used and kept.
+
+    Raises:
+        UserError: the cluster that RAY_ADDRESS names does not answer or refuses the token.
+    """
+    if ray.is_initialized():
+        yield Cluster(ray.get_runtime_context().gcs_address, started_here=not os.environ.get("RAY_ADDRESS"))
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(
+            address=address or "local",
+            include_dashboard=None if address else False,
+            log_to_driver=False,  # workers' output stays in Ray's log folder: the console belongs to the display
+            logging_level=logging.WARNING,
+            configure_logging=True,
+        )
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        if not address:
+            raise
+        mode = os.environ.get("RAY_AUTH_MODE", "not set")
+        raise UserError(
+            f"no Ray cluster answers at RAY_ADDRESS={address}: {str(error).strip().splitlines()[0]}\n"
+            f"  RAY_AUTH_MODE is {mode}; a cluster with token authentication (Ray's default since 2.5x) needs "
+            "RAY_AUTH_MODE=token and the token (RAY_AUTH_TOKEN_PATH) in this environment as on every node"
+        ) from error
+    try:
+        yield Cluster(ray.get_runtime_context().gcs_address, started_here=address is None)
+    finally:
+        ray.shutdown()

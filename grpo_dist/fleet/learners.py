@@ -1,0 +1,126 @@
+"""The learner ranks as one value on the driver: started together, called together, lost together.
+
+    start(R) ─► reservation of R bundles ─► R actors ─► rank 0 names address and port ─► setup on all ─► ready
+    update(batch) ─► shard r to rank r ─► every rank's statistics, merged exactly
+
+ZeRO-3 keeps one copy of every shard, so the loss of one rank ends the group: the survivors wait in a collective that
+can never finish and are killed. The driver is the failure detector: actor death from Ray, and a limit per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from grpo_dist.config import FaultsSection
+from grpo_dist.fleet.placement import Bundle, Reservation
+from grpo_dist.fleet.pool import Member, gather_named
+from grpo_dist.fleet.reconcile import end_all
+from grpo_dist.metrics import Stats, merge_stats
+from grpo_dist.types import TrainBatch
+
+CreateRank = Callable[[int, dict[str, Any]], ActorHandle]  # (rank, Ray options) -> actor
+Setup = Callable[[int, str, int], Any]  # (rank, rank 0's host, rank 0's port) -> the argument of LearnerRank.setup
+
+
+class LearnerGroup:
+    """R living ranks that hold one policy."""
+
+    def __init__(self, ranks: Sequence[Member], reservation: Reservation, limits: FaultsSection) -> None:
+        self.ranks, self._reservation, self._limits = tuple(ranks), reservation, limits
+
+    @classmethod
+    async def start(
+        cls, bundle: Bundle, size: int, create: CreateRank, setup: Setup, limits: FaultsSection
+    ) -> LearnerGroup:
+        """Start ``size`` ranks and load the model on all of them.
+
+        Raises:
+            UserError: the cluster did not grant the resources.
+            WorkerLost: a rank died or was not ready within faults.start_seconds.
+        """
+        # One group for all: ranks talk in every layer, so they are packed onto as few nodes as possible.
+        reservation = Reservation([bundle] * size, "PACK")
+        await reservation.granted(limits.placement_seconds)
+        ranks = [Member("learner", f"learner-{r}", create(r, reservation.options(r))) for r in range(size)]
+        group = cls(ranks, reservation, limits)
+        try:
+            host, port = await ranks[0].call("address", seconds=limits.start_seconds)
+            infos = await group._all("setup", limits.start_seconds, [(setup(r, host, port),) for r in range(size)])
+        except BaseException:
+            group.kill()
+            raise
+        for member, info in zip(ranks, infos, strict=True):
+            member.info = info or {}
+        return group
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    async def update(self, batch: TrainBatch) -> Stats:
+        """One optimizer step on every rank; the merged statistics. Ends the group when a rank fails."""
+        if batch.ranks != self.size:
+            raise ValueError(f"the batch has shards for {batch.ranks} ranks, the group {self.size}")
+        stats = await self._all(
+            "update", self._limits.learn_seconds, [(shard,) for shard in batch.shards],
+            loss_tokens=batch.loss_tokens, loss_sequences=batch.loss_sequences,
+        )  # fmt: skip
+        return merge_stats(stats)
+
+    async def stage(self, version: int) -> None:
+        """Gather the weights into rank 0's staging, a layer at a time, all ranks in lockstep."""
+        await self._all("stage", self._limits.publish_seconds, [(version,)] * self.size)
+
+    async def connect(self, endpoints: Sequence[Any]) -> None:
+        """Make rank 0 the sender of a new transfer group with these engines."""
+        await self.ranks[0].call("connect", endpoints, seconds=self._limits.publish_seconds)
+
+    async def send(self, version: int) -> Any:
+        """Send what is staged from rank 0 to the connected engines."""
+        return await self.ranks[0].call("send", version, seconds=self._limits.publish_seconds)
+
+    async def save(self, folder: Path) -> None:
+        await self._all("save", self._limits.save_seconds, [(folder,)] * self.size)
+
+    async def load(self, folder: Path) -> None:
+        await self._all("load", self._limits.start_seconds, [(folder,)] * self.size)
+
+    async def export(self, folder: Path) -> None:
+        await self._all("export", self._limits.save_seconds, [(folder,)] * self.size)
+
+    async def end(self, *, seconds: float) -> None:
+        await end_all(self.ranks, seconds=seconds)
+        self._reservation.free()
+
+    def kill(self) -> None:
+        for member in self.ranks:
+            member.kill()
+        self._reservation.free()
+
+    async def _all(self, method: str, seconds: float, args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
+        calls = {
+            m.name: m.call(method, *a, seconds=seconds, **kwargs) for m, a in zip(self.ranks, args, strict=True)
+        }
+        tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+        # A rank that dies makes its peers fail or hang in the same collective: give them a moment to say so, so that
+        # the error names the rank that died, then stop waiting for ranks that can never answer.
+        done, waiting = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        if waiting:
+            await asyncio.wait(waiting, timeout=5)
+        for task in tasks.values():
+            if not task.done():
+                task.cancel()
+        answers = await gather_named({n: _settled(t) for n, t in tasks.items()})
+        return list(answers.values())
+
+
+async def _settled(task: asyncio.Future[Any]) -> Any:
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None  # only after another rank failed; its error is the one that is raised
