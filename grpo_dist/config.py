@@ -159,10 +159,19 @@ class KLSection(Section):
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators of KL(policy || reference).")
 
 
+# Exactly the registries of grpo_dist.algorithms, which import this module; a test compares the two.
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce_pp", "reinforce_pp_baseline"]
+ObjectiveName = Literal["clip"]
+DivisorName = Literal["token", "sequence", "constant"]
+
+
 class AlgorithmSection(Section):
-    advantage: str = Field("grpo", description="How rewards of a group become advantages.")
-    objective: str = Field("clip", description="The policy loss.")
-    divisor: str = Field("token", description="What the summed loss is divided by, counted over the whole batch.")
+    advantage: AdvantageName = Field("grpo", description="How rewards of a group become advantages.")
+    objective: ObjectiveName = Field("clip", description="The policy loss.")
+    divisor: DivisorName = Field("token", description="What the summed loss is divided by, counted over the whole batch.")
+    divisor_tokens: Positive | None = Field(
+        None, description="With divisor: constant, the tokens a sequence counts as; by default rollout.sampling.max_tokens."
+    )
     clip_low: PositiveFloat = Field(0.2, lt=1, description="The ratio's lower clip is 1 - clip_low.")
     clip_high: PositiveFloat = Field(0.2, description="The ratio's upper clip is 1 + clip_high.")
     kl: KLSection = Field(KLSection(), description="Penalty towards the reference policy.")
@@ -271,6 +280,17 @@ class Recipe(Section):
     evaluate: EvaluateSection = Field(EvaluateSection(), description="pass@k on held-out prompts.")
     tracking: TrackingSection = Field(TrackingSection(), description="Metrics and samples for people.")
     faults: FaultsSection = Field(FaultsSection(), description="Time limits: nothing waits for ever.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _constant_divisor(cls, data: Any) -> Any:
+        algorithm = data.get("algorithm") if isinstance(data, dict) else None
+        if not isinstance(algorithm, dict) or algorithm.get("divisor") != "constant" or algorithm.get("divisor_tokens"):
+            return data
+        rollout = data.get("rollout") or {}
+        sampling = (rollout.get("sampling") if isinstance(rollout, dict) else None) or {}
+        longest = sampling.get("max_tokens") if isinstance(sampling, dict) else None
+        return data | {"algorithm": algorithm | {"divisor_tokens": longest or TrainSampling().max_tokens}}
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Recipe:
