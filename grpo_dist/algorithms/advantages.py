@@ -1,0 +1,148 @@
+"""Rewards of groups become advantages, and scored groups become samples.
+
+    ScoredGroup (rewards)  ->  rewards (N,), group ids (N,)  ->  ADVANTAGES[name]  ->  Sample (advantage on each token)
+
+fp64 numpy. A sample without a reward (NaN) is masked: it gets 0, and counts in nobody's statistics. Groups are told
+apart by id, never by place or text. Rewards are equal when their spread is no more than rounding leaves (a sum of
+weighted parts may end in another last bit), and equal rewards give exactly 0: no epsilon in a denominator decides that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from grpo_dist.config import AlgorithmSection
+from grpo_dist.types import Completion, Prompt, Sample, ScoredGroup
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Estimator = Callable[[Floats, Ints], Floats]
+
+ROUNDING = 2.0**-49  # eight units in the last place
+
+
+def equal_rewards(rewards: Floats) -> bool:
+    """No spread (also: no or one reward), up to rounding: relative to the rewards' size, not an absolute epsilon."""
+    if len(rewards) < 2:
+        return True
+    low, high = rewards.min(), rewards.max()
+    return bool(high - low <= ROUNDING * max(abs(low), abs(high)))
+
+
+def grpo(rewards: Floats, group_ids: Ints) -> Floats:
+    """(r - mean) / std over the group, population std: mean 0, variance 1 (DeepSeekMath, arXiv:2402.03300, 4.1.2)."""
+    return _per_group(rewards, group_ids, lambda r: _standard(r - r.mean()))
+
+
+def dr_grpo(rewards: Floats, group_ids: Ints) -> Floats:
+    """r - mean over the group: no std, which weighs very easy and very hard prompts up (Dr. GRPO, arXiv:2503.20783)."""
+    return _per_group(rewards, group_ids, lambda r: r - r.mean())
+
+
+def rloo(rewards: Floats, group_ids: Ints) -> Floats:
+    """r - mean of the others of the group (RLOO, arXiv:2402.14740, section 3.2) = n / (n - 1) (r - mean)."""
+    return _per_group(rewards, group_ids, lambda r: (r - r.mean()) * (len(r) / (len(r) - 1)))
+
+
+def batch_std(rewards: Floats, group_ids: Ints) -> Floats:
+    """(r - mean over the group) / std over the batch ("Tricks or traps", arXiv:2508.08221)."""
+    centred = dr_grpo(rewards, group_ids)
+    known = rewards[np.isfinite(rewards)]
+    return centred if equal_rewards(known) else centred / known.std()
+
+
+def reinforce_pp(rewards: Floats, group_ids: Ints) -> Floats:
+    """(r - mean) / std, both over the batch (REINFORCE++, arXiv:2501.03262).
+
+    The baseline is global: a group of equal rewards is only 0 when its reward is the mean of the batch.
+    """
+    return _per_group(rewards, np.zeros_like(group_ids), lambda r: _standard(r - r.mean()))
+
+
+def reinforce_pp_baseline(rewards: Floats, group_ids: Ints) -> Floats:
+    """r - mean over the group, then / std of these over the batch (REINFORCE++ with baseline, arXiv:2501.03262)."""
+    centred = dr_grpo(rewards, group_ids)
+    known = np.isfinite(rewards)
+    return centred if not centred.any() else np.where(known, centred / centred[known].std(), 0.0)
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "batch_std": batch_std,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
+
+
+def _per_group(rewards: Floats, group_ids: Ints, estimate: Callable[[Floats], Floats]) -> Floats:
+    """``estimate`` on the known rewards of each group that has a spread; 0 everywhere else."""
+    if rewards.shape != group_ids.shape:
+        raise ValueError(f"{len(rewards)} rewards, but {len(group_ids)} group ids")
+    out = np.zeros(len(rewards))
+    known = np.isfinite(rewards)
+    for group in np.unique(group_ids):
+        members = known & (group_ids == group)
+        if not equal_rewards(rewards[members]):
+            out[members] = estimate(rewards[members])
+    return out
+
+
+def _standard(centred: Floats) -> Floats:
+    """Unit variance. Scaled by the largest first, so that squares neither overflow nor vanish."""
+    scaled = centred / np.abs(centred).max()
+    return scaled / np.sqrt(np.mean(scaled**2))
+
+
+def assign_advantages(groups: Sequence[ScoredGroup], algorithm: AlgorithmSection) -> list[Sample]:
+    """Samples in the order of groups and completions.
+
+    One without a verdict, or aborted, trains nothing: its mask is all False. A completion without tokens has nothing to
+    train either, but its reward counts in the group.
+    """
+    ids = np.asarray([g.group_id for g in groups for _ in g.verdicts], dtype=np.int64)
+    rewards = np.asarray(group_rewards(groups), dtype=np.float64)
+    advantages = ADVANTAGES[algorithm.advantage](rewards, ids)
+    completions = [(g, i, c) for g in groups for i, c in enumerate(g.rollout.completions)]
+    return [
+        _sample(g.group_id, i, g.rollout.prompt, c, advantage=float(a), trains=bool(np.isfinite(r)))
+        for (g, i, c), a, r in zip(completions, advantages, rewards, strict=True)
+    ]
+
+
+def group_rewards(groups: Sequence[ScoredGroup]) -> list[float]:
+    """One per completion, NaN for one that must not count: no verdict, a reward that is no number, aborted."""
+    return [
+        float("nan") if v.reward is None or not np.isfinite(v.reward) or c.finish_reason == "abort" else float(v.reward)
+        for g in groups
+        for v, c in zip(g.verdicts, g.rollout.completions, strict=True)
+    ]
+
+
+def _sample(
+    group_id: int, index: int, prompt: Prompt, completion: Completion, *, advantage: float, trains: bool
+) -> Sample:
+    if len(completion.logprobs) != len(completion.token_ids):
+        raise ValueError(
+            f"completion has {len(completion.token_ids)} token_ids, but {len(completion.logprobs)} logprobs "
+            f"(group {group_id}, {index})"
+        )
+    start = len(prompt.token_ids)
+    token_ids = np.asarray(prompt.token_ids + completion.token_ids, dtype=np.int64)
+    mask = np.zeros(len(token_ids), dtype=np.bool_)
+    mask[start:] = trains
+    behavior, spread = np.zeros(len(token_ids), np.float32), np.zeros(len(token_ids), np.float32)
+    if trains:
+        behavior[start:], spread[start:] = completion.logprobs, advantage
+    return Sample(
+        group_id=group_id,
+        index=index,
+        token_ids=token_ids,
+        loss_mask=mask,
+        behavior_logprobs=behavior,
+        advantages=spread,
+    )
