@@ -219,4 +219,5 @@ class RunState:
     tokens_trained: int = 0
     seconds: float = 0.0  # of training, over all resumes
     wandb_id: str | None = None
+    prompts: str = ""  # fingerprint of the training prompts: a place in other data means nothing
     buffered: tuple[ScoredGroup, ...] = ()  # finished, not yet trained

@@ -80,9 +80,9 @@ class LearnerGroup:
         """Make rank 0 the sender of a new transfer group with these engines."""
         await self.ranks[0].call("connect", endpoints, seconds=self._limits.publish_seconds)
 
-    async def send(self, version: int) -> Any:
-        """Send what is staged from rank 0 to the connected engines."""
-        return await self.ranks[0].call("send", version, seconds=self._limits.publish_seconds)
+    async def send(self, version: int, verify: bool) -> Any:
+        """Send what is staged from rank 0 to the connected engines; with ``verify`` a digest per tensor is compared."""
+        return await self.ranks[0].call("send", version, verify, seconds=self._limits.publish_seconds)
 
     async def save(self, folder: Path) -> None:
         await self._all("save", self._limits.save_seconds, [(folder,)] * self.size)

@@ -1,0 +1,197 @@
+"""The three groups of workers of a run: engines, verifiers, learner ranks. Started together, sized independently.
+
+    Fleet.start ─► one fit for all roles ─► learner ranks │ engines │ verifiers   (at the same time)
+    generate(request) ─► the engine with the least in flight
+    score(rollout)    ─► the verifier with the least in flight
+    publish(version)  ─► weights/publisher.py, over this fleet's engines and rank 0
+
+A lost worker ends the run with one sentence; replacing it in the live run is ``reconcile`` called again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+
+from grpo_dist.config import PlacementSection, Recipe
+from grpo_dist.fleet.cluster import Cluster
+from grpo_dist.fleet.learners import LearnerGroup
+from grpo_dist.fleet.placement import Bundle, living_nodes, wait_until_fits
+from grpo_dist.fleet.pool import Member, Pool, gather_named
+from grpo_dist.fleet.reconcile import Reconciler, RoleSpec, end_all
+from grpo_dist.learner.rank import learner_actor
+from grpo_dist.learner.spec import spec_for
+from grpo_dist.rollout.engine import EngineSettings, SamplingSpec
+from grpo_dist.rollout.worker import rollout_actor
+from grpo_dist.types import GroupRequest, RolloutGroup, ScoredGroup, WeightUpdate
+from grpo_dist.verifiers.worker import VerifierWorker, items_of
+from grpo_dist.weights.publisher import Endpoint, Publisher
+from grpo_dist.weights.sender import EngineEndpoint
+
+ROLE_LABEL = "grpo.dev/role"  # what launchers put on the nodes of a role
+END_SECONDS = 20.0
+
+Event = Callable[..., None]
+
+
+def on_gpus(recipe: Recipe) -> bool:
+    """Whether this run's engines and ranks live on GPUs: as the recipe says, else as the cluster has them."""
+    if recipe.weights.backend != "auto":
+        return recipe.weights.backend == "nccl"
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+def bundles_of(recipe: Recipe, *, gpus: bool) -> dict[str, Bundle]:
+    """What one worker of each role asks for. A role without labels of its own goes to the nodes labelled for it."""
+    labelled = {node.labels.get(ROLE_LABEL) for node in living_nodes()}
+
+    def bundle(role: str, placement: PlacementSection, count: int) -> Bundle:
+        if not placement.labels and role in labelled:
+            placement = placement.model_copy(update={"labels": {ROLE_LABEL: role}})
+        return Bundle.of(role, placement, count)
+
+    return {
+        "learner": bundle("learner", recipe.learner.placement, 1 if gpus else 0),
+        "rollout": bundle("rollout", recipe.rollout.placement, recipe.rollout.tensor_parallel if gpus else 0),
+        "verifier": bundle("verifier", recipe.verifiers.placement, 0),
+    }
+
+
+def sizes_of(recipe: Recipe) -> dict[str, int]:
+    return {
+        "learner": recipe.learner.ranks,
+        "rollout": recipe.rollout.workers,
+        "verifier": recipe.verifiers.workers,
+    }
+
+
+class Fleet:
+    """Living workers of one run. Made by ``Fleet.start``."""
+
+    def __init__(self, recipe: Recipe, event: Event) -> None:
+        self.recipe, self._event = recipe, event
+        self.wanted = sizes_of(recipe)
+        self.rollouts, self.verifiers = Pool("rollout"), Pool("verifier")
+        self.learner: LearnerGroup
+        self._sampling = SamplingSpec.of(recipe.rollout.sampling)
+        self._eval_sampling = SamplingSpec.of(recipe.evaluate.sampling, recipe.rollout.sampling)
+
+    @classmethod
+    async def start(
+        cls, recipe: Recipe, model: Path | str, here: Cluster, *, event: Event, tell: Callable[[str], None]
+    ) -> Fleet:
+        """Start every worker of the recipe, all roles at once; ends what was started when one of them fails.
+
+        Raises:
+            UserError: the cluster has no room; says what was wanted and what each node has.
+            WorkerLost: a worker did not become ready within faults.start_seconds.
+        """
+        gpus = on_gpus(recipe)
+        bundles, limits = bundles_of(recipe, gpus=gpus), recipe.faults
+        fleet = cls(recipe, event)
+        wanted = [bundle for role, bundle in bundles.items() for _ in range(fleet.wanted[role])]
+        await wait_until_fits(wanted, seconds=0 if here.started_here else limits.placement_seconds, tell=tell)
+        backend: Literal["nccl", "gloo"] = "nccl" if gpus else "gloo"
+        fleet._reconcilers = [
+            Reconciler(
+                RoleSpec(role, bundles[role], create, limits.start_seconds, limits.placement_seconds), pool, event
+            )
+            for role, create, pool in (
+                ("rollout", _create_engine(recipe, str(model), backend), fleet.rollouts),
+                ("verifier", _create_verifier(recipe), fleet.verifiers),
+            )
+        ]
+        try:
+            await gather_named(
+                {"learner": fleet._start_learner(bundles["learner"], str(model), backend), "pools": fleet.reconcile()}
+            )
+        except BaseException:
+            await fleet.end(seconds=0)
+            raise
+        fleet._publisher = fleet._make_publisher()
+        return fleet
+
+    async def reconcile(self) -> None:
+        """Make the pools agree with ``wanted``."""
+        await gather_named({r.spec.role: r.reconcile(self.wanted[r.spec.role]) for r in self._reconcilers})
+
+    async def _start_learner(self, bundle: Bundle, model: str, backend: Literal["nccl", "gloo"]) -> None:
+        recipe = self.recipe
+
+        def setup(rank: int, host: str, port: int) -> Any:
+            return spec_for(recipe, path=model, rank=rank, host=host, port=port, backend=backend)
+
+        def create(rank: int, options: dict[str, Any]) -> Any:
+            return learner_actor(gpus=backend == "nccl").options(**options).remote(f"learner-{rank}")
+
+        self.learner = await LearnerGroup.start(bundle, recipe.learner.ranks, create, setup, recipe.faults)
+        for rank in self.learner.ranks:
+            self._event("learner_started", worker=rank.name, **{k: rank.info[k] for k in ("node", "pid") if k in rank.info})
+
+    # --- the functions that the pipeline and the evaluation are given ------------------------------------------------
+
+    async def generate(self, request: GroupRequest) -> RolloutGroup:
+        return await self._generate(request, self._sampling, self.recipe.rollout.group_size)
+
+    async def generate_eval(self, request: GroupRequest) -> RolloutGroup:
+        return await self._generate(request, self._eval_sampling, self.recipe.evaluate.sampling.samples)
+
+    async def _generate(self, request: GroupRequest, sampling: SamplingSpec, n: int) -> RolloutGroup:
+        return await self.rollouts.call(
+            "generate", request, sampling, n, seconds=self.recipe.faults.rollout_seconds
+        )
+
+    async def score(self, rollout: RolloutGroup) -> ScoredGroup:
+        verdicts = await self.verifiers.call("score", items_of(rollout), seconds=self.recipe.faults.verify_seconds)
+        return ScoredGroup(rollout, tuple(verdicts))
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    async def publish(self, version: int) -> WeightUpdate:
+        """The learner's weights to every engine, as ``version``."""
+        return await self._publisher.publish(version)
+
+    def _make_publisher(self) -> Publisher:
+        limit = self.recipe.faults.publish_seconds
+
+        async def pause(engine: Endpoint) -> None:
+            await self.rollouts.members[engine.name].call("pause", seconds=limit)
+
+        async def resume(engine: Endpoint) -> float:
+            return await self.rollouts.members[engine.name].call("resume", seconds=limit)
+
+        return Publisher(
+            endpoints=self.endpoints, stage=self.learner.stage, pause=pause, connect=self.learner.connect,
+            send=self.learner.send, resume=resume, verify=self.recipe.weights.verify,
+            verify_every=self.recipe.weights.verify_every, limit_seconds=limit,
+        )  # fmt: skip
+
+    def endpoints(self) -> list[EngineEndpoint]:
+        return [
+            EngineEndpoint(m.name, m.actor, m.info["world_size"], m.info["incarnation"])
+            for m in self.rollouts.members.values()
+        ]
+
+    def sizes(self) -> dict[str, float]:
+        """fleet/* of a step."""
+        return {
+            "fleet/rollout_live": float(len(self.rollouts)),
+            "fleet/rollout_wanted": float(self.wanted["rollout"]),
+            "fleet/verifier_live": float(len(self.verifiers)),
+            "fleet/learner_ranks": float(self.learner.size),
+            "fleet/restarts": 0.0,
+        }
+
+    async def end(self, *, seconds: float = END_SECONDS) -> None:
+        """Ask every worker to stop, wait a bounded time, then end it. No process of the run is left."""
+        pools: list[Member] = [*self.rollouts.members.values(), *self.verifiers.members.values()]
+        for pool in (self.rollouts, self.verifiers):
+            pool.members.clear()
+        ends = [end_all(pools, seconds=seconds)]
+        if hasattr(self, "learner"):
+            ends.append(self.learner.end(seconds=seconds))
+        await asyncio.gather(*ends)

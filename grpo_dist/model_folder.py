@@ -1,0 +1,86 @@
+"""From ``model.path`` to a folder that transformers and vLLM load, and what must hold of it before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import ModelSection, Recipe
+from grpo_dist.errors import UserError
+from grpo_dist.quickstart.policy import build_quickstart_policy
+
+QUICKSTART = "quickstart"
+
+
+def resolve_model(model: ModelSection, *, tell: Callable[[str], None] = print) -> str:
+    """The folder or hub name to load; builds the quickstart policy when that is asked for.
+
+    Raises:
+        UserError: there is no such folder, or nothing that transformers can load.
+    """
+    if model.path == QUICKSTART:
+        return str(build_quickstart_policy(tell=tell))
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"model.path {folder} is not a model folder: it has no config.json")
+        return str(folder)
+    looks_local = model.path.startswith((".", "/", "~")) or model.path.count("/") != 1
+    if looks_local or os.environ.get("HF_HUB_OFFLINE") == "1":
+        why = "" if looks_local else " (HF_HUB_OFFLINE=1: hub names are only looked up in the local cache)"
+        if looks_local or not _in_cache(model.path):
+            raise UserError(f"model.path {model.path!r}: no such folder{why}")
+    return model.path
+
+
+def _in_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def load_config(path: str, model: ModelSection) -> Any:
+    """The model's transformers configuration. Raises UserError."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path {path}: its configuration cannot be loaded: {_first_line(error)}") from error
+
+
+def load_tokenizer(path: str, model: ModelSection) -> Any:
+    """The model's tokenizer. Raises UserError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path {path}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+
+
+def refuse_beyond_context(recipe: Recipe, config: Any) -> None:
+    """Prompts and completions must fit what the model was made for.
+
+    Raises:
+        UserError: the longest sequence the recipe allows exceeds the model's context.
+    """
+    context = getattr(config, "max_position_embeddings", None)
+    longest = longest_sequence(recipe)
+    if context is not None and longest > context:
+        raise UserError(
+            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + the longest completion "
+            f"{longest - recipe.data.max_prompt_tokens} = {longest} tokens exceed the model's context of {context}"
+        )
+
+
+def longest_sequence(recipe: Recipe) -> int:
+    """Tokens of the longest prompt and completion that training or evaluation may make."""
+    train = recipe.rollout.sampling.max_tokens
+    return recipe.data.max_prompt_tokens + max(train, recipe.evaluate.sampling.max_tokens or train)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

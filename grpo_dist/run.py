@@ -1,0 +1,376 @@
+"""Everything a run holds between two steps, opened and closed as one: fleet, records, tracker, durable state.
+
+    Run.open ─► folder, prompts, newest good checkpoint      (nothing started yet: bad input ends here)
+             ─► Ray, fit, learner ranks + engines + verifiers (started at the same time)
+             ─► restored learner, tracker, display
+    Run.close ─► workers asked to stop, then ended; tracker closed; Ray let go if it was started here
+
+``train.py`` is the order of the steps; this file is what each of its verbs means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Recipe
+from grpo_dist.data.prompts import PromptStream, load_prompts
+from grpo_dist.errors import CheckpointError, GrpoDistError, Interrupted, SelfCheckError, UserError, WorkerLost
+from grpo_dist.evaluate import evaluate
+from grpo_dist.fleet.cluster import Cluster, cluster
+from grpo_dist.fleet.fleet import Fleet
+from grpo_dist.learner.checkpoint import CheckpointStore
+from grpo_dist.metrics import Mean, Stats, Sum, batch_metrics, merge_stats, rollout_metrics, stat_values
+from grpo_dist.model_folder import load_config, load_tokenizer, refuse_beyond_context, resolve_model
+from grpo_dist.monitor.console import Console, open_console
+from grpo_dist.monitor.records import RunFolder
+from grpo_dist.monitor.tracking import Tracker, open_tracker
+from grpo_dist.rollout.pipeline import RolloutPipeline
+from grpo_dist.types import RunState, Sample, ScoredGroup, TrainBatch, WeightUpdate
+from grpo_dist.verifiers.registry import build
+
+# What a scheduler sends ahead of taking the machine away asks to be requeued; the others are a person's.
+STOP_SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGUSR1: 85}
+
+
+class Clock:
+    """Seconds per phase of the current step."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.phases: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
+
+
+class Run:
+    """A run that is open. Made by ``Run.open``."""
+
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, prompts: PromptStream, state: RunState, store: CheckpointStore
+    ) -> None:
+        self.recipe, self.folder, self.prompts, self.state, self.store = recipe, folder, prompts, state, store
+        self.fleet: Fleet
+        self.tracker: Tracker
+        self.console: Console
+        self.clock = Clock()
+        self._saved_step: int | None = state.step if state.step else None
+        self._learner_clean = True  # the learner holds exactly state.step: False from an update's start to its commit
+        self._stop: signal.Signals | None = None
+        self._fresh_weights = True  # no update since the engines were checked against the learner
+        self._skipped_in_a_row = 0
+        self._all_truncated = 0
+
+    # --- opening and closing ----------------------------------------------------------------------------------------
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, recipe: Recipe) -> AsyncIterator[Run]:
+        """Open everything, or raise one clear error with nothing left behind.
+
+        Raises:
+            UserError: bad input, a folder of another run, a cluster that is too small.
+            WorkerLost: a worker did not become ready.
+        """
+        async with AsyncExitStack() as stack:
+            model = resolve_model(recipe.model)
+            refuse_beyond_context(recipe, load_config(model, recipe.model))
+            prompts = load_prompts(
+                recipe.data, load_tokenizer(model, recipe.model), seed=recipe.run.seed,
+                group_size=recipe.rollout.group_size, judge=build(recipe.verifiers.use),
+            )  # fmt: skip
+            folder = stack.enter_context(RunFolder.open(recipe))
+            store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep)
+            state, checkpoint = _restore(recipe, folder, store, prompts)
+            run = cls(recipe, folder, prompts, state, store)
+            run.console = stack.enter_context(open_console(recipe, state.step))
+            here = stack.enter_context(cluster())
+            stack.enter_context(run._signals())
+            await run._start_fleet(stack, here, model, checkpoint)
+            run.tracker = open_tracker(recipe, folder.path, run_id=state.wandb_id, warn=run.warn)
+            stack.callback(run._close_tracker)
+            run.state = replace(state, wandb_id=run.tracker.run_id, prompts=prompts.fingerprint)
+            yield run
+
+    async def _start_fleet(self, stack: AsyncExitStack, here: Cluster, model: str, checkpoint: Path | None) -> None:
+        self.console.waiting("workers to start")
+        self.fleet = await Fleet.start(self.recipe, model, here, event=self.folder.append_event, tell=self.console.say)
+        stack.push_async_callback(self.fleet.end)
+        if checkpoint is not None:
+            self.console.waiting(f"the learner to load {checkpoint.name}")
+            await self.fleet.learner.load(checkpoint)
+            self.folder.append_event("resumed", step=self.state.step, checkpoint=str(checkpoint))
+
+    def _close_tracker(self) -> None:
+        self.tracker.close()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """First signal: stop after this step. Second: leave at once; Ray ends this job's workers."""
+        loop = asyncio.get_running_loop()
+
+        def asked(received: signal.Signals) -> None:
+            if self._stop is not None:
+                self.console.say(f"{received.name} again: leaving now; the last checkpoint is step {self._saved_step}")
+                sys.stdout.flush()
+                os._exit(STOP_SIGNALS[received])  # at once: no handler, no wait
+            self._stop = received
+            self.console.say(f"{received.name}: finishing step {self.state.step + 1}, then saving (again: leave at once)")
+
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, asked, number)
+        try:
+            yield
+        finally:
+            for number in STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+
+    # --- verbs of the loop ------------------------------------------------------------------------------------------
+
+    def remaining_steps(self) -> range:
+        return range(self.state.step + 1, self.recipe.run.steps + 1)
+
+    def pipeline(self) -> RolloutPipeline:
+        """The rollout window, filled with what the checkpoint held and never reaching beyond the last step."""
+        per_step = self.recipe.rollout.groups_per_step
+        return RolloutPipeline(
+            self.prompts.request,
+            self.fleet.generate,
+            self.fleet.score,
+            slots=(self.recipe.rollout.max_staleness + 1) * per_step,
+            first=self.state.next_group,
+            end=self.state.next_group + per_step * len(self.remaining_steps()),
+            buffered=self.state.buffered,
+        )
+
+    async def take(self, pipeline: RolloutPipeline) -> list[ScoredGroup]:
+        """The groups of the next step. Raises GrpoDistError when too many verdicts failed."""
+        self.clock = Clock()
+        self.console.waiting("rollouts", lambda: _window_text(pipeline))
+        groups = await pipeline.take(self.recipe.rollout.groups_per_step)
+        failed = [v for g in groups for v in g.verdicts if v.reward is None]
+        total = sum(len(g.verdicts) for g in groups)
+        if len(failed) > self.recipe.verifiers.max_error_rate * total:
+            raise GrpoDistError(
+                f"{len(failed)} of {total} verdicts of step {self.state.step + 1} failed, more than "
+                f"verifiers.max_error_rate = {self.recipe.verifiers.max_error_rate}; the first: {failed[0].error}"
+            )
+        return groups
+
+    async def learn(self, batch: TrainBatch) -> Stats:
+        """One optimizer step.
+
+        Raises:
+            SelfCheckError: engines and learner disagree while they hold the same weights.
+            GrpoDistError: too many steps in a row without a finite gradient.
+        """
+        self.console.waiting("the learner")
+        self._learner_clean = False
+        with self.clock.phase("learn"):
+            learned = await self.fleet.learner.update(batch)
+        values = stat_values(learned)
+        limit = self.recipe.algorithm.max_step0_mismatch
+        if self._fresh_weights and (off := values.get("mismatch/logprob_abs_mean", 0.0)) > limit:
+            raise SelfCheckError(
+                f"engines and learner hold the same weights, but their log-probabilities of the sampled tokens differ by "
+                f"{off:.3g} on average (algorithm.max_step0_mismatch = {limit:g}): look at model.dtype, "
+                "model.attention, rollout.engine and the sampling temperature"
+            )
+        self._fresh_weights = False
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if values.get("train/skipped") else 0
+        if self._skipped_in_a_row:
+            self.warn(f"step {self.state.step + 1} was skipped: no finite gradient, or nothing to train on")
+        if self._skipped_in_a_row >= self.recipe.faults.nonfinite_steps:
+            raise GrpoDistError(
+                f"{self._skipped_in_a_row} steps in a row were skipped (no finite gradient, or no sample with a "
+                f"verdict): faults.nonfinite_steps = {self.recipe.faults.nonfinite_steps}"
+            )
+        return learned
+
+    def commit(self, step: int, groups: Sequence[ScoredGroup], batch: TrainBatch) -> None:
+        """From here on the step counts: its groups are never trained again."""
+        self._learner_clean = True
+        self.state = replace(
+            self.state,
+            step=step,
+            next_group=groups[-1].group_id + 1,
+            samples_trained=self.state.samples_trained + batch.loss_sequences,
+            tokens_trained=self.state.tokens_trained + batch.loss_tokens,
+            seconds=self.state.seconds + time.monotonic() - self.clock.began,
+            buffered=(),
+        )
+
+    async def publish(self) -> WeightUpdate:
+        """The learner's weights, as version ``state.step``, to every engine."""
+        self.console.waiting(f"version {self.state.step} to reach the engines")
+        with self.clock.phase("publish"):
+            return await self.fleet.publish(self.state.step)
+
+    def record(
+        self, groups: Sequence[ScoredGroup], samples: Sequence[Sample], batch: TrainBatch, learned: Stats,
+        sent: WeightUpdate, pipeline: RolloutPipeline,
+    ) -> None:  # fmt: skip
+        """Everything known of the finished step, to the run folder, the tracker and the display."""
+        step = self.state.step
+        rollouts = rollout_metrics(groups, step - 1)
+        values = stat_values(merge_stats([rollouts, batch_metrics(batch), learned]))
+        values |= self._times(pipeline, values) | _weights(sent) | self.fleet.sizes()
+        self.folder.write_rollouts(step, groups, samples)
+        self.folder.append_metrics(step, values)
+        self.tracker.log(step, values)
+        self.console.step(step, values)
+        self._warn_of_useless_steps(values)
+
+    def _times(self, pipeline: RolloutPipeline, values: dict[str, float]) -> dict[str, float]:
+        whole = max(time.monotonic() - self.clock.began, 1e-9)
+        window, phases = pipeline.times(), self.clock.phases
+        times = {
+            "time/step": whole,
+            "time/rollout_wait": window.rollout_wait,
+            "time/verify_wait": window.verify_wait,
+            "time/learn": phases.get("learn", 0.0),
+            "time/publish": phases.get("publish", 0.0),
+            "time/rollout_idle_fraction": 1 - min(1.0, window.generating / whole),
+            "time/learner_idle_fraction": 1 - min(1.0, phases.get("learn", 0.0) / whole),
+            "train/tokens_per_second": values["train/tokens"] / max(phases.get("learn", 0.0), 1e-9),
+        }
+        if window.generating:
+            times["rollout/tokens_per_second"] = values["rollout/completion_tokens"] / window.generating
+        return times
+
+    def _warn_of_useless_steps(self, values: dict[str, float]) -> None:
+        self._all_truncated = self._all_truncated + 1 if values.get("rollout/truncated_fraction") == 1 else 0
+        if self._all_truncated == 3:
+            self.warn(
+                "100% of the completions were truncated in 3 steps in a row: raise rollout.sampling.max_tokens "
+                f"(now {self.recipe.rollout.sampling.max_tokens}) or check the stop tokens of the model"
+            )
+        if values.get("rollout/zero_variance_fraction") == 1:
+            self.warn(
+                f"step {self.state.step}: 0 of {int(values['rollout/groups'])} groups have spread, every reward "
+                f"is the same within its group (mean {values.get('rollout/reward_mean', float('nan')):.3g}): nothing to learn"
+            )
+
+    async def maybe_evaluate(self, *, force: bool = False) -> None:
+        """pass@1 and pass@k on the held-out prompts: at the start, every evaluate.every steps, and at the end."""
+        every, step = self.recipe.evaluate.every, self.state.step
+        due = force or step == self.recipe.run.steps or (every > 0 and step % every == 0)
+        if not (due and self.prompts.evaluation):
+            return
+        self.console.waiting("the evaluation")
+        sampling = self.recipe.evaluate.sampling
+        result = await evaluate(
+            self.prompts.evaluation, self.fleet.generate_eval, self.fleet.score,
+            samples=sampling.samples, seed=self.recipe.run.seed,
+        )  # fmt: skip
+        values, rows = result.values(), result.rows(self.recipe.tracking.tables)
+        self.folder.append_eval(step, values)
+        self.tracker.log(step, values)
+        if rows:
+            self.tracker.table("eval/samples", step, list(rows[0]), [list(row.values()) for row in rows])
+        self.console.evaluated(step, values)
+
+    async def maybe_save(self, pipeline: RolloutPipeline) -> None:
+        """Every checkpoint.every steps, at the end, and when asked to stop."""
+        every, step = self.recipe.checkpoint.every, self.state.step
+        if step == self.recipe.run.steps or self._stop is not None or (every > 0 and step % every == 0):
+            await self.save(pipeline)
+
+    async def save(self, pipeline: RolloutPipeline) -> None:
+        """A complete checkpoint of this step, or CheckpointError and the older ones untouched."""
+        if self._saved_step == self.state.step:
+            return
+        self.console.waiting(f"checkpoint {self.state.step}")
+        state = replace(self.state, buffered=pipeline.finished())
+        folder = self.store.begin(state.step)
+        await self.fleet.learner.save(folder)
+        # Hashing and syncing many gigabytes must not keep the loop from answering engines and signals.
+        path = await asyncio.to_thread(self.store.commit, folder, state)
+        self._saved_step = state.step
+        self.folder.append_event("checkpoint_saved", step=state.step, path=str(path))
+
+    @asynccontextmanager
+    async def saving_on_failure(self, pipeline: RolloutPipeline) -> AsyncIterator[None]:
+        """When a worker is lost or a check fails: save the last finished step, if the learner still holds exactly that."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except Exception as failure:
+            self.folder.append_event("failed", step=self.state.step, error=str(failure), kind_of_error=type(failure).__name__)
+            if isinstance(failure, WorkerLost):
+                noun = "engine" if failure.role == "rollout" else failure.role
+                self.folder.append_event(f"{noun}_lost", worker=failure.name, why=failure.why)
+            if self._learner_clean and self.state.step and getattr(failure, "role", "") != "learner":
+                try:
+                    await self.save(pipeline)
+                except GrpoDistError as second:
+                    self.warn(f"step {self.state.step} could not be saved after the failure: {second}")
+            raise
+
+    def stop_if_asked(self) -> None:
+        """Raises Interrupted once the step is saved."""
+        if self._stop is not None:
+            self.folder.append_event("stopped", step=self.state.step, signal=self._stop.name)
+            raise Interrupted(
+                f"stopped by {self._stop.name} after step {self.state.step}, saved; "
+                f"go on with: grpo-dist train {self.folder.path / 'recipe.yaml'} --resume",
+                exit_code=STOP_SIGNALS[self._stop],
+            )
+
+    def warn(self, text: str) -> None:
+        self.folder.append_event("warning", text=text)
+        self.console.say(f"warning: {text}")
+
+
+def _restore(
+    recipe: Recipe, folder: RunFolder, store: CheckpointStore, prompts: PromptStream
+) -> tuple[RunState, Path | None]:
+    """The state to start from: the newest good checkpoint when resuming, else a fresh one."""
+    if not recipe.run.resume:
+        return RunState(), None
+    path, state, refused = store.newest_good()
+    for reason in refused:
+        folder.append_event("checkpoint_refused", reason=reason)
+        print(f"checkpoint refused: {reason}")
+    if path is None and refused:
+        raise CheckpointError(f"no usable checkpoint in {store.root}: " + "; ".join(refused))
+    state = state if state is not None else RunState()
+    if path is not None and state.prompts != prompts.fingerprint:
+        raise UserError(
+            f"the training prompts are not those of checkpoint {path}: data.source {recipe.data.source} has changed, "
+            "so the place in the data that the checkpoint holds means nothing; start a run of another name"
+        )
+    folder.truncate(state.step)
+    return state, path
+
+
+def _weights(sent: WeightUpdate) -> dict[str, float]:
+    values = {
+        "weights/version": float(sent.version),
+        "weights/seconds": sent.seconds,
+        "weights/gather_seconds": sent.gather_seconds,
+        "weights/send_seconds": sent.send_seconds,
+        "weights/bytes": float(sent.bytes),
+        "weights/pause_seconds": sent.pause_seconds,
+    }
+    return values if sent.checksum_ok is None else values | {"weights/checksum_ok": float(sent.checksum_ok)}
+
+
+def _window_text(pipeline: RolloutPipeline) -> str:
+    now = pipeline.status
+    return f"{now.generating} groups generating, {now.scoring} in verification, {now.ready} ready"

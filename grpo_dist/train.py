@@ -1,0 +1,44 @@
+"""The loop. One direction, one loop: how far rollouts run ahead is one number, ``rollout.max_staleness``.
+
+    prompts ─► rollout ─► verify ─► advantages ─► batch ─► learn ─► publish weights
+       ▲                                                                │
+       └──────────────── slots freed only after publication ◄──────────┘
+
+What each verb means is in ``run.py``; what it moves is in ``types.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from grpo_dist.algorithms.advantages import assign_advantages
+from grpo_dist.config import Recipe
+from grpo_dist.data.batching import build_batch
+from grpo_dist.run import Run
+
+
+async def train(recipe: Recipe) -> None:
+    async with Run.open(recipe) as run:
+        await run.publish()  # an identity publication: every engine proves that it holds the learner's weights
+        await run.maybe_evaluate(force=run.state.step == 0)
+        async with run.pipeline() as pipeline, run.saving_on_failure(pipeline):
+            for step in run.remaining_steps():
+                groups = await run.take(pipeline)
+                samples = assign_advantages(groups, recipe.algorithm)
+                batch = build_batch(
+                    samples, ranks=run.fleet.learner.size, micro_batch_tokens=recipe.learner.micro_batch_tokens
+                )
+                learned = await run.learn(batch)
+                run.commit(step, groups, batch)
+                sent = await run.publish()
+                pipeline.release(len(groups))
+                run.record(groups, samples, batch, learned, sent, pipeline)
+                await run.maybe_evaluate()
+                await run.maybe_save(pipeline)
+                run.stop_if_asked()
+
+
+def run(recipe: Recipe) -> int:
+    """Train to the end of the recipe; the exit status. Errors travel: the command line turns them into messages."""
+    asyncio.run(train(recipe))
+    return 0
