@@ -114,9 +114,11 @@ class RunFolder:
                 )
             return True
         reached = last_step(path / "metrics.jsonl")
+        if reached is None and not any(path.glob("checkpoints/[0-9]*")):
+            for name in ("events.jsonl", "evals.jsonl"):  # of a try that ended before its first step
+                (path / name).unlink(missing_ok=True)
+            return True
         if not recipe.run.resume:
-            if not others:
-                return True  # a run that ended before it wrote anything
             raise UserError(
                 f"run folder {path} already holds a run that reached step {reached or 0}; "
                 "continue it with --resume, or choose another run.name"
@@ -125,7 +127,7 @@ class RunFolder:
         if differing:
             lines = "".join(f"\n  {key}: {old!r} in the folder, {new!r} now" for key, old, new in differing)
             raise UserError(f"run folder {path} belongs to another run; these keys differ:{lines}")
-        return reached is None
+        return False
 
     def close(self) -> None:
         if self._lock is not None:
@@ -319,21 +321,27 @@ def _advantage(sample: Sample) -> float | None:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_json(row), ensure_ascii=False, allow_nan=False) + "\n"
+    plain = as_json(row)
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, as a cut-off completion may hold
+        text = json.dumps(plain, ensure_ascii=True, allow_nan=False)
+    return text + "\n"
 
 
-def _json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """JSON has no NaN and no infinity: null says "no number here"."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(k): _json(v) for k, v in value.items()}
+        return {str(k): as_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_json(v) for v in value]
+        return [as_json(v) for v in value]
     if isinstance(value, np.ndarray):
-        return _json(value.tolist())
+        return as_json(value.tolist())
     return str(value) if isinstance(value, Path) else value
 
 
