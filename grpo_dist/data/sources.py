@@ -1,0 +1,237 @@
+"""Where rows come from: files, data set folders and hub names -> rows that know their place, and the list of bad ones.
+
+JSONL, JSON and CSV are read here, line by line, because a message must name the line and because one column may hold
+3, "3" and 3.0. Parquet goes through pyarrow in batches; folders and hub names through ``datasets``. Nothing is judged
+here but that a row is an object; columns and golds are checked in prompts.py, and all problems end in one Problems.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.errors import DataError
+
+_SHOWN = 50
+
+# Sources that are code. Named, not imported: they live on a higher floor and are only needed when asked for.
+GENERATED = {"quickstart": ("grpo_dist.quickstart.task", "quickstart_rows")}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    file: str
+    line: int  # line of a text file; otherwise the row's number from 1
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    file: str
+    line: int
+    column: str
+    wanted: str
+    found: str
+
+    def __str__(self) -> str:
+        column = f", column {self.column!r}" if self.column else ""
+        return f"{self.file}:{self.line}{column}: wanted {self.wanted}, found {self.found}"
+
+
+@dataclass(slots=True)
+class Problems:
+    """Every bad row of a load, reported at once; kept short when all rows have the same fault."""
+
+    listed: list[Problem] = field(default_factory=list)
+    missing: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # (file, column) -> rows
+    rows: dict[str, int] = field(default_factory=dict)  # rows seen per file
+
+    def add(self, row: Row, column: str, wanted: str, found: str) -> None:
+        self.listed.append(Problem(row.file, row.line, column, wanted, found))
+
+    def add_missing(self, row: Row, column: str) -> None:
+        count, _ = self.missing.get((row.file, column), (0, ()))
+        self.missing[row.file, column] = (count + 1, tuple(row.values))
+        self.add(row, column, "a value", f"no such column ({', '.join(row.values) or 'the row is empty'})")
+
+    def raise_if_any(self) -> None:
+        if not self.listed:
+            return
+        lines: list[str] = []
+        everywhere = {key for key, (count, _) in self.missing.items() if count == self.rows.get(key[0])}
+        for file, column in sorted(everywhere):
+            count, columns = self.missing[file, column]
+            near = difflib.get_close_matches(column, columns, 1, cutoff=0.4)
+            hint = (
+                f"; set data.columns to the right one, e.g. {near[0]!r}"
+                if near
+                else "; set data.columns to the right one"
+            )
+            lines.append(
+                f"{file}: wanted a column {column!r}, found only {', '.join(columns)} in all {count} rows{hint}"
+            )
+        single = [
+            problem
+            for problem in self.listed
+            if (problem.file, problem.column) not in everywhere or not problem.found.startswith("no such column")
+        ]
+        lines += [str(problem) for problem in single[:_SHOWN]]
+        if len(single) > _SHOWN:
+            lines.append(f"… and {len(single) - _SHOWN} more rows")
+        raise DataError("\n".join(lines))
+
+
+def read_rows(source: str, split: str, problems: Problems) -> Iterator[Row]:
+    """The rows of a source in file order. Raises DataError when the source itself cannot be read."""
+    path = Path(source)
+    reader = _READERS.get("".join(path.suffixes[-1:]).lower())
+    if reader is not None:
+        if not path.is_file():
+            raise DataError(f"data.source: there is no file {path.absolute()}")
+        rows = reader(path, problems)
+    else:
+        rows = _read_datasets(source, split)
+    for row in rows:
+        problems.rows[row.file] = problems.rows.get(row.file, 0) + 1
+        yield row
+
+
+def generated_rows(source: str) -> tuple[list[Row], list[Row]]:
+    """(training, held-out) rows of a source that is code."""
+    module, function = GENERATED[source]
+    train, held_out = getattr(importlib.import_module(module), function)()
+    return (
+        [Row(source, number, values) for number, values in enumerate(train, 1)],
+        [Row(f"{source} (held out)", number, values) for number, values in enumerate(held_out, 1)],
+    )
+
+
+def _read_jsonl(path: Path, problems: Problems) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:  # both bad UTF-8 and bad JSON are ValueErrors
+                problems.rows[path.name] = problems.rows.get(path.name, 0) + 1
+                problems.add(
+                    Row(path.name, number, {}), "", "one JSON object per line in UTF-8", f"{_brief(line)} ({error})"
+                )
+                continue
+            yield from _object(path.name, number, values, problems)
+
+
+def _read_json(path: Path, problems: Problems) -> Iterator[Row]:
+    try:
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: wanted a list of objects, found {type(rows).__name__}")
+    for number, values in enumerate(rows, 1):
+        yield from _object(path.name, number, values, problems)
+
+
+def _object(file: str, number: int, values: Any, problems: Problems) -> Iterator[Row]:
+    if isinstance(values, dict):
+        yield Row(file, number, values)
+    else:
+        problems.rows[file] = problems.rows.get(file, 0) + 1
+        problems.add(Row(file, number, {}), "", "an object", f"{_brief(values)} ({type(values).__name__})")
+
+
+def _read_csv(path: Path, problems: Problems) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        columns = reader.fieldnames or []
+        if len(set(columns)) != len(columns):
+            raise DataError(f"{path}: a column name is there twice: {', '.join(columns)}")
+        try:
+            for values in reader:
+                row = Row(
+                    path.name, reader.line_num, {k: v for k, v in values.items() if k is not None and v is not None}
+                )
+                if None in values or None in values.values():
+                    fields = sum(value is not None for key, value in values.items() if key) + len(
+                        values.get(None) or ()
+                    )
+                    problems.rows[path.name] = problems.rows.get(path.name, 0) + 1
+                    problems.add(row, "", f"{len(columns)} fields", f"{fields}")
+                else:
+                    yield row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}, line {reader.line_num + 1}: {error}") from error
+
+
+def _read_parquet(path: Path, problems: Problems) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=4096):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(path.name, number, values)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not readable as Parquet: {error}") from error
+
+
+def _read_datasets(source: str, split: str) -> Iterator[Row]:
+    import datasets
+
+    try:
+        if (Path(source) / "dataset_dict.json").exists() or (Path(source) / "state.json").exists():
+            loaded = datasets.load_from_disk(source)
+        else:
+            loaded = datasets.load_dataset(source)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        kinds = ", ".join(sorted(_READERS))
+        raise DataError(
+            f"data.source: {source!r} is neither a file ({kinds}) nor a data set that `datasets` can load: {error}"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"data.split: {source} has no split {split!r} (it has: {', '.join(map(str, loaded))})")
+        loaded = loaded[split]
+    for number, values in enumerate(loaded, 1):
+        yield Row(f"{source}[{split}]", number, dict(values))
+
+
+_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def json_value(value: Any) -> Any:
+    """The value as JSON can carry it to a verifier's process: dates and the like become text, NaN stays out."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): json_value(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(inner) for inner in value]
+    if hasattr(value, "tolist"):  # a numpy scalar or array
+        return json_value(value.tolist())
+    return str(value)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

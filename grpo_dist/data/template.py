@@ -1,0 +1,89 @@
+"""A row's prompt -> the text the model sees -> token ids, with exactly one BOS where the tokenizer wants one.
+
+``chat`` renders the tokenizer's own template (with the generation prompt); ``raw`` sends the text as it is. Whether the
+text brings its BOS (chat templates often do) or the tokenizer adds it, the ids have it once. No EOS is ever added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from grpo_dist.errors import DataError
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class PromptTemplate:
+    """Args: a ``transformers`` tokenizer, the template's kind, and a system message for prompts that bring none.
+
+    Raises DataError when the tokenizer cannot do what is asked.
+    """
+
+    def __init__(self, tokenizer: Any, kind: Literal["chat", "raw"], system_prompt: str | None = None) -> None:
+        if kind == "chat" and not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                "data.template: 'chat' needs a tokenizer with a chat template, this one has none; use 'raw'"
+            )
+        if kind == "raw" and system_prompt is not None:
+            raise DataError("data.system_prompt: needs data.template 'chat'; with 'raw' write it into the prompts")
+        self.tokenizer, self.kind, self.system_prompt = tokenizer, kind, system_prompt
+        self.bos: int | None = tokenizer.bos_token_id
+        probe = tokenizer("1")["input_ids"]
+        self.wants_bos = self.bos is not None and bool(probe) and probe[0] == self.bos
+
+    def render(self, prompt: Any) -> str:
+        """The text of one prompt. Raises ValueError that says what was wanted."""
+        if self.kind == "raw":
+            if not isinstance(prompt, str) or not prompt:
+                raise ValueError("a text that is not empty (template 'raw')")
+            text = prompt
+        else:
+            text = str(
+                self.tokenizer.apply_chat_template(self.messages(prompt), tokenize=False, add_generation_prompt=True)
+            )
+        if (at := lone_surrogate(text)) is not None:
+            raise ValueError(f"valid Unicode, without half a surrogate pair (character {at})")
+        return text
+
+    def messages(self, prompt: Any) -> list[dict[str, str]]:
+        if isinstance(prompt, str) and prompt.strip():
+            messages = [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, list) and prompt:
+            messages = prompt
+            for message in messages:
+                if not isinstance(message, dict) or message.get("role") not in _ROLES:
+                    raise ValueError(f"messages with a role ({', '.join(_ROLES)})")
+                if not isinstance(message.get("content"), str):
+                    raise ValueError("messages whose content is a text")
+            if messages[-1]["role"] == "assistant":
+                raise ValueError("a last message that the model can answer, not one of the assistant")
+        else:
+            raise ValueError("a text that is not empty, or a list of chat messages")
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of rendered texts."""
+        if not texts:
+            return []
+        encoded: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return [self._one_bos(ids) for ids in encoded]
+
+    def _one_bos(self, ids: list[int]) -> list[int]:
+        if self.bos is None:
+            return ids
+        first = 0
+        while first < len(ids) and ids[first] == self.bos:
+            first += 1
+        return [self.bos, *ids[first:]] if first or self.wants_bos else ids
+
+
+def lone_surrogate(text: str) -> int | None:
+    """Where a text holds half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None

@@ -1,0 +1,106 @@
+"""A number as people and models write it -> an exact Fraction, or None when the text is not one number.
+
+Read: signs (also the Unicode minus), thousands marks (1,250 · 9{,}500 · 12\\,000 · 12 000 with a thin space), decimals,
+fractions (3/4 · \\frac{3}{4}), mixed numbers (2 1/2 · 2\\frac12), powers of ten (1.5e3 · 1.5 \\times 10^{3}), currency
+and percent signs and units around the number (dropped: "5 cm" is 5, "35%" is 35), "x = 7", bold and TeX wrappers.
+Two numbers in one answer are no number: that would pay for listing guesses.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+_MOST_DIGITS = 1000
+_MOST_EXPONENT = 400
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(
+    rf"""(?P<sign>[+-]\s?)?(?:
+        \\[dtc]?frac\s*\{{\s*(?P<top>[+-]?\s*\d+(?:\.\d+)?)\s*\}}\s*\{{\s*(?P<bottom>[+-]?\s*\d+(?:\.\d+)?)\s*\}}
+      | \\[dtc]?frac\s*(?P<top1>\d)\s*(?P<bottom1>\d)
+      | (?P<whole>\d+)\s*(?:\\[dtc]?frac\s*(?:\{{\s*(?P<mtop>\d+)\s*\}}\s*\{{\s*(?P<mbottom>\d+)\s*\}}|(?P<mtop1>\d)\s*(?P<mbottom1>\d))
+                          |(?<=\d)\s(?P<stop>\d+)\s?/\s?(?P<sbottom>\d+))
+      | (?P<digits>{_DIGITS})
+        (?:\s?/\s?(?P<under>\d+(?:\.\d+)?)
+          |[eE](?P<e>[+-]?\d+)(?![\w])
+          |\s?(?:\\times|\\cdot|[*x×·])\s?10\s?(?:\^|\*\*)\s?(?:\{{\s*(?P<p>[+-]?\d+)\s*\}}|(?P<p1>[+-]?\d+)))?
+    )""",
+    re.VERBOSE,
+)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_TEN_TO = re.compile(r"10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\s?(?:\^\s?(?:\{\s*-?\d\s*\}|-?\d)|[²³])|[²³]")  # cm^2: the 2 is not an answer
+_MINUS = re.compile("[\u2212\u2012\u2013\ufe63\uff0d]")
+_TEX_GROUP_MARK = re.compile(r"(?<=\d)(?:\{,\}|\\[,!;: ]|[\u00a0\u2009\u202f' _](?=\d{3}(?:\D|$)))(?=\d{3})")
+_WRAPPER = re.compile(
+    r"\\(?:text|mathrm|mathbf|textbf|mathit|mbox|displaystyle|left|right)\b|\*\*|[$€£¥`]|\\[$%!]|\\[,;: ]"
+)
+
+
+def clean(text: str) -> str:
+    """The text with the writing around numbers made plain: one minus sign, no thousands marks, no wrappers."""
+    text = _TEN_TO.sub(lambda power: "10^{" + power.group(1).translate(_SUPERSCRIPTS) + "}", text)
+    text = _MINUS.sub("-", text)
+    text = "".join(str(unicodedata.digit(c)) if c.isdigit() and not c.isascii() and c not in "²³¹" else c for c in text)
+    text = _TEX_GROUP_MARK.sub("", text)
+    return _UNIT_POWER.sub("", _WRAPPER.sub(" ", text))
+
+
+def numbers_in(text: str) -> list[Fraction | None]:
+    """Every number of a text, in order; None for one that is too long or divides by zero."""
+    return [_value(match) for match in _matches(clean(text))]
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The one number that a text says; None when it says none, several, or one beyond 1,000 digits."""
+    text = clean(text)
+    if "=" in text:  # "x = 7", "2 + 5 = 7": what is claimed stands last
+        text = text.rpartition("=")[2]
+    found = _matches(text)
+    if len(found) != 1 or re.search(r"[\^!√]|\\sqrt|\\pi|π|[+*/]\s*[A-Za-z(\\]", text.replace(found[0].group(), "", 1)):
+        return None
+    return _value(found[0])
+
+
+def last_number(text: str) -> Fraction | None:
+    found = _matches(clean(text))
+    return _value(found[-1]) if found else None
+
+
+def _matches(text: str) -> list[re.Match[str]]:
+    """Numbers that stand by themselves: the 2 of "x2" or of "v1.2.3" is part of a name."""
+    return [
+        match
+        for match in _NUMBER.finditer(text)
+        if not (match.start() > 0 and (text[match.start() - 1].isalpha() or text[match.start() - 1] == "_"))
+    ]
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    parts = {
+        name: text.replace(",", "").replace(" ", "") for name, text in match.groupdict().items() if text is not None
+    }
+    if sum(map(len, parts.values())) > _MOST_DIGITS:
+        return None
+    sign = -1 if parts.get("sign") == "-" else 1
+    exponent = int(parts.get("e") or parts.get("p") or parts.get("p1") or 0)
+    if abs(exponent) > _MOST_EXPONENT:
+        return None
+    if "whole" in parts:
+        top, bottom = (
+            parts.get("mtop") or parts.get("mtop1") or parts["stop"],
+            (parts.get("mbottom") or parts.get("mbottom1") or parts["sbottom"]),
+        )
+        value = _divide(top, bottom)
+        return None if value is None else sign * (int(parts["whole"]) + value)
+    top = parts.get("digits") or parts.get("top") or parts.get("top1")
+    assert top is not None
+    value = _divide(top, parts.get("under") or parts.get("bottom") or parts.get("bottom1") or "1")
+    return None if value is None else sign * value * Fraction(10) ** exponent
+
+
+def _divide(top: str, bottom: str) -> Fraction | None:
+    under = Fraction(bottom)
+    return Fraction(top) / under if under else None

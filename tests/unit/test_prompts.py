@@ -1,0 +1,245 @@
+"""From rows to prompts: what is refused, what is dropped, and that group ids mean the same thing for ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_dist.config import DataSection, VerifierUse
+from grpo_dist.data.prompts import PromptStream, load_prompts
+from grpo_dist.errors import DataError
+from grpo_dist.verifiers.registry import build
+
+Write = Any
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def write(folder: Path, rows: list[Any], name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def load(path: Path, tokenizer: Any, verifier: str | None = "numeric", **keys: Any) -> PromptStream:
+    data = DataSection.model_validate({"source": str(path), "template": "raw"} | keys)
+    judge = build([VerifierUse(name=verifier)]) if verifier else None
+    return load_prompts(data, tokenizer, seed=0, group_size=4, judge=judge)
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(count)]
+
+
+def test_one_row(tmp_path: Path, tokenizer: Any) -> None:
+    stream = load(write(tmp_path, [{"prompt": "1+1=", "answer": 2, "level": "easy"}]), tokenizer)
+    assert len(stream) == 1
+    request = stream.request(3)
+    assert (request.group_id, request.epoch) == (3, 3)
+    assert request.prompt.text == "1+1="
+    assert request.prompt.answer == 2
+    assert request.prompt.extra == {"level": "easy"}
+    assert tokenizer.decode(request.prompt.token_ids) == "1+1="
+
+
+def test_epochs_differ_and_cover_every_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, rows(8))
+    stream, again = load(path, tokenizer), load(path, tokenizer)
+    epochs = [[stream.request(8 * epoch + place).prompt.text for place in range(8)] for epoch in range(3)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    # A cursor is a group id: any order of asking, also in a fresh process, gives the same prompt and seed.
+    assert [again.request(i) for i in reversed(range(24))] == [stream.request(i) for i in reversed(range(24))]
+    assert len({stream.request(i).seed // 4 for i in range(24)}) == 24
+    assert stream.fingerprint == again.fingerprint
+    assert stream.fingerprint != load(write(tmp_path, rows(9)), tokenizer).fingerprint
+
+
+def test_file_order_without_shuffle(tmp_path: Path, tokenizer: Any) -> None:
+    stream = load(write(tmp_path, rows(3)), tokenizer, shuffle=False)
+    assert [stream.request(i).prompt.text for i in range(6)] == ["0+1=", "1+1=", "2+1="] * 2
+    assert stream.request(0).seed != stream.request(3).seed
+
+
+def test_too_long_is_dropped_never_cut(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, [{"prompt": "1" * length, "answer": 1} for length in (31, 32, 33)])
+    stream = load(path, tokenizer, max_prompt_tokens=32)
+    assert sorted(len(prompt.token_ids) for prompt in stream.prompts()) == [31, 32]
+    assert stream.dropped["too_long"] == 1
+
+
+def test_all_too_long_says_so(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="all 2 prompts .* longest has 12 tokens"):
+        load(write(tmp_path, [{"prompt": "1" * 12, "answer": 1}] * 2), tokenizer, max_prompt_tokens=8)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_empty_data_set(tmp_path: Path, tokenizer: Any, content: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match="has no rows"):
+        load(path, tokenizer)
+
+
+def test_missing_file(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="there is no file"):
+        load(tmp_path / "absent.jsonl", tokenizer)
+
+
+def test_bad_rows_are_listed_all_at_once(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(
+        tmp_path,
+        [
+            {"prompt": "1+1=", "answer": 2},
+            "{not json",
+            [1, 2],
+            {"answer": 2},
+            {"prompt": "", "answer": 2},
+            {"prompt": 7, "answer": 2},
+            {"prompt": "2+2="},
+            {"prompt": "2+2=", "answer": None},
+            {"prompt": "2+2=", "answer": ["4"]},
+            {"prompt": "2+2=", "answer": "Tuesday"},
+            {"prompt": "2+2=", "answer": True},
+            '{"prompt": "half \\ud83d pair", "answer": 2}',
+        ],
+    )
+    with pytest.raises(DataError) as error:
+        load(path, tokenizer)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 11
+    for number, line in enumerate(lines, 2):
+        assert line.startswith(f"rows.jsonl:{number}"), line
+        assert "wanted" in line
+        assert "found" in line
+    assert "column 'answer': wanted a number, not 'Tuesday' (str)" in lines[8]
+
+
+def test_wrong_column_name_is_one_message(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, [{"prompt_text": f"{i}", "answer": i} for i in range(1000)])
+    with pytest.raises(DataError) as error:
+        load(path, tokenizer)
+    assert str(error.value) == (
+        "rows.jsonl: wanted a column 'prompt', found only prompt_text, answer in all 1000 rows; "
+        "set data.columns to the right one, e.g. 'prompt_text'"
+    )
+
+
+def test_columns_can_be_mapped(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, [{"question": "1+1=", "gold": 2, "key": "a"}])
+    stream = load(path, tokenizer, columns={"prompt": "question", "answer": "gold", "id": "key"})
+    assert stream.request(0).prompt.id == "a"
+
+
+def test_same_id_twice(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, [{"prompt": "1", "answer": 1, "id": "a"}, {"prompt": "2", "answer": 2, "id": "a"}])
+    with pytest.raises(DataError, match="'a', which line 1 has"):
+        load(path, tokenizer, columns={"id": "id"})
+
+
+def test_duplicates_and_equal_prompts_with_other_golds(tmp_path: Path, tokenizer: Any) -> None:
+    same = {"prompt": "1+1=", "answer": 2}
+    stream = load(write(tmp_path, [same, same, {"prompt": "1+1=", "answer": 3}]), tokenizer, shuffle=False)
+    ids = [stream.request(i).prompt.id for i in range(3)]
+    assert len(set(ids)) == 3
+    assert ids[1] == f"{ids[0]}-2"
+    assert [stream.request(i).prompt.answer for i in range(3)] == [2, 2, 3]
+
+
+@pytest.mark.parametrize("gold", [0, "0", 0.0, 3, "3", 3.0])
+def test_golds_in_any_form(tmp_path: Path, tokenizer: Any, gold: Any) -> None:
+    stream = load(write(tmp_path, [{"prompt": "1", "answer": gold}]), tokenizer)
+    assert stream.request(0).prompt.answer == gold
+
+
+def test_answers_may_be_absent_when_nobody_compares(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, [{"prompt": "1"}])
+    with pytest.raises(DataError, match="wanted a column 'answer'"):
+        load(path, tokenizer, verifier=None)
+
+
+def test_evaluation_is_held_out_by_content(tmp_path: Path, tokenizer: Any) -> None:
+    twice = rows(50) + rows(50)
+    stream = load(write(tmp_path, twice), tokenizer, evaluation={"size": 10})
+    held_out = {prompt.text for prompt in stream.evaluation}
+    trained = {prompt.text for prompt in stream.prompts()}
+    assert len(stream.evaluation) == 10
+    assert not held_out & trained
+    assert len(stream) + len(stream.evaluation) + stream.dropped["in_evaluation"] == 100
+    shuffled = load(write(tmp_path, twice[::-1]), tokenizer, evaluation={"size": 10})
+    assert {prompt.text for prompt in shuffled.evaluation} == held_out
+
+
+def test_evaluation_may_not_take_everything(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="leaves none to train on"):
+        load(write(tmp_path, rows(5)), tokenizer, evaluation={"size": 5})
+
+
+def test_own_evaluation_source_wins_over_training_rows(tmp_path: Path, tokenizer: Any) -> None:
+    held_out = write(tmp_path, rows(3), "eval.jsonl")
+    stream = load(write(tmp_path, rows(10)), tokenizer, evaluation={"source": str(held_out), "size": 3})
+    assert len(stream) == 7
+    assert stream.dropped["in_evaluation"] == 3
+
+
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+def test_chat_template_with_one_bos(tmp_path: Path, tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = CHAT
+    rows = [
+        {"prompt": "hi", "answer": 1},
+        {"prompt": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}], "answer": 1},
+    ]
+    stream = load(write(tmp_path, rows), tokenizer, template="chat", system_prompt="add", shuffle=False)
+    assert stream.request(0).prompt.text == "<bos>[system:add][user:hi]>"
+    assert stream.request(1).prompt.text == "<bos>[system:be][user:hi]>"
+    for i in range(2):
+        assert stream.request(i).prompt.token_ids.count(tokenizer.bos_token_id) == 1
+        assert stream.request(i).prompt.token_ids[0] == tokenizer.bos_token_id
+
+
+def test_raw_prompt_gets_the_bos_that_the_tokenizer_adds(tmp_path: Path, tiny_model: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    stream = load(
+        write(tmp_path, [{"prompt": "12", "answer": 1}, {"prompt": "<bos>12", "answer": 1}]), tokenizer, shuffle=False
+    )
+    assert [stream.request(i).prompt.token_ids for i in range(2)] == [(1, 5, 6), (1, 5, 6)]
+
+
+def test_chat_template_must_exist(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="use 'raw'"):
+        load(write(tmp_path, rows(1)), tokenizer, template="chat")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [],
+        [{"role": "user"}],
+        [{"role": "boss", "content": "x"}],
+        [{"role": "assistant", "content": "x"}],
+        ["x"],
+        " ",
+        3,
+        None,
+    ],
+)
+def test_bad_messages(tmp_path: Path, tiny_model: Path, prompt: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = CHAT
+    with pytest.raises(DataError, match=r"rows.jsonl:1, column 'prompt'"):
+        load(write(tmp_path, [{"prompt": prompt, "answer": 1}]), tokenizer, template="chat")
