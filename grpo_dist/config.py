@@ -156,28 +156,106 @@ class VerifiersSection(Section):
 
 class KLSection(Section):
     beta: NonNegativeFloat = Field(0.0, description="Weight of the KL penalty; at 0 no reference policy is loaded.")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators of KL(policy || reference).")
+    estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
+        "k3", description="Estimator of KL(policy || reference) in the loss and in train/kl; 'unbiased' is ratio x k3."
+    )
+    place: Literal["loss", "reward"] = Field(
+        "loss", description="'loss' adds beta x estimator; 'reward' takes beta x k1 of this and all later tokens off the advantage."
+    )
+
+
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "tis": {"weight": "token", "cap": 2.0},
+    "seq_tis": {"weight": "sequence", "cap": 2.0},
+    "icepop": {"weight": "token", "cap": 5.0, "mask": "token", "low": 0.5, "high": 5.0},
+    "seq_mis": {"weight": "sequence", "cap": 3.0, "mask": "sequence", "low": 0.0, "high": 3.0},
+    "geo_mask": {"mask": "geometric", "low": 0.999, "high": 1.001},
+}
+
+
+class CorrectionSection(Section):
+    """What the policy term of the loss does about engine and learner disagreeing on log-probabilities."""
+
+    preset: Literal["none", "tis", "seq_tis", "icepop", "seq_mis", "geo_mask"] = Field(
+        "none", description="Fills the keys below; keys given beside it win. `correction: tis` is short for this key."
+    )
+    weight: Literal["none", "token", "sequence"] = Field(
+        "none", description="Multiply by learner/engine probability of the token, or of the whole completion."
+    )
+    cap: PositiveFloat = Field(2.0, description="Largest weight (truncated importance sampling).")
+    mask: Literal["none", "token", "sequence", "geometric"] = Field(
+        "none", description="Drop tokens or completions whose ratio (its product, its geometric mean) leaves [low, high]."
+    )
+    low: NonNegativeFloat = Field(0.5, description="Smallest ratio that is kept.")
+    high: PositiveFloat = Field(2.0, description="Largest ratio that is kept.")
+    negative_limit: PositiveFloat | None = Field(
+        None, description="Drop completions with a negative advantage whose mean log(engine/learner) exceeds this."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, data: Any) -> Any:
+        if data is None or isinstance(data, str):
+            data = {"preset": data or "none"}
+        if isinstance(data, dict) and (keys := CORRECTIONS.get(str(data.get("preset", "none")))):
+            return keys | data
+        return data
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CorrectionSection:
+        if self.mask != "none" and not self.low < self.high:
+            raise ValueError(f"correction.low must be below correction.high, got {self.low} and {self.high}")
+        return self
+
+    @property
+    def active(self) -> bool:
+        return self.weight != "none" or self.mask != "none" or self.negative_limit is not None
 
 
 # Exactly the registries of grpo_dist.algorithms, which import this module; a test compares the two.
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce_pp", "reinforce_pp_baseline"]
-ObjectiveName = Literal["clip"]
+AdvantageName = Literal[
+    "grpo", "dr_grpo", "rloo", "batch_std", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"
+]  # fmt: skip
+ObjectiveName = Literal["clip", "gspo", "sequence_ratio", "cispo", "sapo", "gmpo", "reinforce"]
 DivisorName = Literal["token", "sequence", "constant"]
 
 
 class AlgorithmSection(Section):
     advantage: AdvantageName = Field("grpo", description="How rewards of a group become advantages.")
+    pass_k: int = Field(4, ge=2, description="k of advantage: pass_at_k.")
     objective: ObjectiveName = Field("clip", description="The policy loss.")
     divisor: DivisorName = Field("token", description="What the summed loss is divided by, counted over the whole batch.")
     divisor_tokens: Positive | None = Field(
         None, description="With divisor: constant, the tokens a sequence counts as; by default rollout.sampling.max_tokens."
     )
-    clip_low: PositiveFloat = Field(0.2, lt=1, description="The ratio's lower clip is 1 - clip_low.")
+    clip_low: PositiveFloat = Field(0.2, le=1, description="The ratio's lower clip is 1 - clip_low; 1 turns it off.")
     clip_high: PositiveFloat = Field(0.2, description="The ratio's upper clip is 1 + clip_high.")
+    clip_dual: float | None = Field(
+        None, gt=1, description="Dual clip (clip, gspo, sequence_ratio): a negative advantage counts at most this many times."
+    )
+    sapo_tau_positive: PositiveFloat = Field(1.0, description="objective: sapo, steepness of the gate where the advantage is positive.")
+    sapo_tau_negative: PositiveFloat = Field(1.05, description="objective: sapo, steepness where it is negative.")
+    entropy_bonus: NonNegativeFloat = Field(0.0, description="Weight of the entropy that is added to the objective.")
     kl: KLSection = Field(KLSection(), description="Penalty towards the reference policy.")
+    old_logprobs: Literal["learner", "engine"] = Field(
+        "learner", description="Denominator of the ratio: the learner's log-probabilities before the step's updates, or the engine's."
+    )
+    correction: CorrectionSection = Field(
+        CorrectionSection(), description="Engine/learner mismatch: a preset's name, or the keys themselves."
+    )
     max_step0_mismatch: PositiveFloat = Field(
         0.1, description="Mean |engine - learner log-probability| allowed while both hold the same weights; above it the run stops."
     )
+
+    @model_validator(mode="after")
+    def _corrects_once(self) -> AlgorithmSection:
+        if self.old_logprobs == "engine" and self.correction.active:
+            raise ValueError(
+                "old_logprobs: engine already divides by the engine's probabilities, so correction must be none, "
+                f"got {self.correction.preset}"
+            )
+        return self
 
 
 class ScheduleSection(Section):
@@ -312,3 +390,9 @@ class Recipe(Section):
     @property
     def run_dir(self) -> Path:
         return self.run.out / self.run.name
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and completion that training or evaluation may make."""
+        train = self.rollout.sampling.max_tokens
+        return self.data.max_prompt_tokens + max(train, self.evaluate.sampling.max_tokens or train)

@@ -68,18 +68,12 @@ def refuse_beyond_context(recipe: Recipe, config: Any) -> None:
         UserError: the longest sequence the recipe allows exceeds the model's context.
     """
     context = getattr(config, "max_position_embeddings", None)
-    longest = longest_sequence(recipe)
+    longest = recipe.longest_sequence
     if context is not None and longest > context:
         raise UserError(
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + the longest completion "
             f"{longest - recipe.data.max_prompt_tokens} = {longest} tokens exceed the model's context of {context}"
         )
-
-
-def longest_sequence(recipe: Recipe) -> int:
-    """Tokens of the longest prompt and completion that training or evaluation may make."""
-    train = recipe.rollout.sampling.max_tokens
-    return recipe.data.max_prompt_tokens + max(train, recipe.evaluate.sampling.max_tokens or train)
 
 
 def _first_line(error: Exception) -> str:

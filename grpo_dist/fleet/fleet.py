@@ -23,7 +23,7 @@ from grpo_dist.fleet.learners import LearnerGroup
 from grpo_dist.fleet.placement import Bundle, living_nodes, wait_until_fits
 from grpo_dist.fleet.pool import Member, Pool, gather_named
 from grpo_dist.fleet.reconcile import Reconciler, RoleSpec, end_all
-from grpo_dist.learner.rank import learner_actor
+from grpo_dist.learner.rank import LearnerActor, actor_environment
 from grpo_dist.learner.spec import spec_for
 from grpo_dist.rollout.engine import EngineSettings, SamplingSpec
 from grpo_dist.rollout.worker import rollout_actor
@@ -69,6 +69,35 @@ def sizes_of(recipe: Recipe) -> dict[str, int]:
     }
 
 
+Create = Callable[[str, dict[str, Any]], Any]  # (name, Ray options) -> actor
+
+
+def _engines(recipe: Recipe, model: str, backend: Literal["nccl", "gloo"]) -> Create:
+    device: Literal["cuda", "cpu"] = "cuda" if backend == "nccl" else "cpu"
+    settings = EngineSettings(
+        model=recipe.model.model_copy(update={"path": model}), rollout=recipe.rollout,
+        context_tokens=recipe.longest_sequence, seed=recipe.run.seed, backend=backend, device=device,
+    )  # fmt: skip
+    actor = rollout_actor(recipe.rollout, gpus=device == "cuda")
+
+    def create(name: str, options: dict[str, Any]) -> Any:
+        return actor.options(**options).remote(name, settings)
+
+    return create
+
+
+def _verifiers(recipe: Recipe) -> Create:
+    actor = ray.remote(VerifierWorker)
+    environment = {"env_vars": {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}}  # Ray shows it every GPU otherwise
+
+    def create(name: str, options: dict[str, Any]) -> Any:
+        return actor.options(runtime_env=environment, max_restarts=0, max_concurrency=1000, **options).remote(
+            recipe.verifiers
+        )
+
+    return create
+
+
 class Fleet:
     """Living workers of one run. Made by ``Fleet.start``."""
 
@@ -101,8 +130,8 @@ class Fleet:
                 RoleSpec(role, bundles[role], create, limits.start_seconds, limits.placement_seconds), pool, event
             )
             for role, create, pool in (
-                ("rollout", _create_engine(recipe, str(model), backend), fleet.rollouts),
-                ("verifier", _create_verifier(recipe), fleet.verifiers),
+                ("rollout", _engines(recipe, str(model), backend), fleet.rollouts),
+                ("verifier", _verifiers(recipe), fleet.verifiers),
             )
         ]
         try:
@@ -125,8 +154,10 @@ class Fleet:
         def setup(rank: int, host: str, port: int) -> Any:
             return spec_for(recipe, path=model, rank=rank, host=host, port=port, backend=backend)
 
+        environment = actor_environment("cuda" if backend == "nccl" else "cpu", max(1, int(recipe.learner.placement.cpus)))
+
         def create(rank: int, options: dict[str, Any]) -> Any:
-            return learner_actor(gpus=backend == "nccl").options(**options).remote(f"learner-{rank}")
+            return LearnerActor.options(runtime_env={"env_vars": environment}, max_restarts=0, **options).remote()
 
         self.learner = await LearnerGroup.start(bundle, recipe.learner.ranks, create, setup, recipe.faults)
         for rank in self.learner.ranks:
