@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from grpo_dist.types import Completion, ScoredGroup, TrainBatch
 
@@ -32,6 +33,8 @@ class Stat(Protocol):
 
 
 Stats = dict[str, Stat]
+
+ROUNDING = 2.0**-49  # eight units in the last place: what a sum of weighted parts may be off by
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +218,17 @@ def staleness(completion: Completion, current_version: int) -> int | None:
     return current_version - min(span.version for span in completion.versions)
 
 
+def equal_rewards(rewards: Sequence[float] | npt.NDArray[np.float64]) -> bool:
+    """No spread (also: no or one reward), up to rounding: relative to the rewards' size, not an absolute epsilon."""
+    if len(rewards) < 2:
+        return True
+    low, high = float(min(rewards)), float(max(rewards))
+    return high - low <= ROUNDING * max(abs(low), abs(high))
+
+
 def has_spread(rewards: Sequence[float | None]) -> bool:
     """Whether a group can teach: two rewards that differ. Samples without a verdict do not count."""
-    known = [r for r in rewards if r is not None and math.isfinite(r)]
-    return len(known) > 1 and max(known) != min(known)
+    return not equal_rewards([r for r in rewards if r is not None and math.isfinite(r)])
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], current_version: int) -> Stats:

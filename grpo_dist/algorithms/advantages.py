@@ -9,27 +9,19 @@ weighted parts may end in another last bit), and equal rewards give exactly 0: n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from grpo_dist.config import AlgorithmSection
+from grpo_dist.metrics import equal_rewards
 from grpo_dist.types import Completion, Prompt, Sample, ScoredGroup
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Estimator = Callable[[Floats, Ints], Floats]
-
-ROUNDING = 2.0**-49  # eight units in the last place
-
-
-def equal_rewards(rewards: Floats) -> bool:
-    """No spread (also: no or one reward), up to rounding: relative to the rewards' size, not an absolute epsilon."""
-    if len(rewards) < 2:
-        return True
-    low, high = rewards.min(), rewards.max()
-    return bool(high - low <= ROUNDING * max(abs(low), abs(high)))
+Estimator = Callable[..., Floats]  # (rewards (N,), group ids (N,), options) -> advantages (N,)
 
 
 def grpo(rewards: Floats, group_ids: Ints) -> Floats:
@@ -43,7 +35,7 @@ def dr_grpo(rewards: Floats, group_ids: Ints) -> Floats:
 
 
 def rloo(rewards: Floats, group_ids: Ints) -> Floats:
-    """r - mean of the others of the group (RLOO, arXiv:2402.14740, section 3.2) = n / (n - 1) (r - mean)."""
+    """r - mean of the others of the group (RLOO, arXiv:2402.14740) = n / (n - 1) (r - mean)."""
     return _per_group(rewards, group_ids, lambda r: (r - r.mean()) * (len(r) / (len(r) - 1)))
 
 
@@ -69,6 +61,44 @@ def reinforce_pp_baseline(rewards: Floats, group_ids: Ints) -> Floats:
     return centred if not centred.any() else np.where(known, centred / centred[known].std(), 0.0)
 
 
+def maxrl(rewards: Floats, group_ids: Ints) -> Floats:
+    """(r - mean) / mean over the group: the gradient of the log of the success rate, up to order G.
+
+    Maximum Likelihood Reinforcement Learning (arXiv:2602.02710). Weighs hard prompts up, by 1 / pass rate. Rewards must
+    not be negative.
+    """
+
+    def estimate(r: Floats) -> Floats:
+        if r.min() < 0:
+            raise ValueError(f"advantage maxrl divides by the mean reward, which may not be negative; got {r.min()}")
+        return r / r.mean() - 1
+
+    return _per_group(rewards, group_ids, estimate)
+
+
+def pass_at_k(rewards: Floats, group_ids: Ints, k: int = 4) -> Floats:
+    """What a sample adds to the best of k: the mean, over the subsets of k that hold it, of max with - max without.
+
+    Pass@K Policy Optimization (arXiv:2505.15201, eq. 33): the sum over those subsets / C(n, k). A group with fewer than
+    k known rewards takes all of them. Never negative: a sample that is the best of no subset gets 0.
+    """
+
+    def estimate(r: Floats) -> Floats:
+        n, size = len(r), min(k, len(r))
+        order = np.argsort(r, kind="stable")
+        ascending, total = r[order], math.comb(n, size)
+        # The sample at rank i is the best of a subset whose second best is at rank m < i: C(m, k - 2) such subsets.
+        share = np.asarray([math.comb(m, size - 2) / total for m in range(n)])
+        out = np.zeros(n)
+        for i in range(n):
+            out[order[i]] = ((ascending[i] - ascending[:i]) * share[:i]).sum()
+        return out
+
+    if k < 2:
+        raise ValueError(f"pass_at_k needs k of at least 2, got {k}: with 1 there is no baseline")
+    return _per_group(rewards, group_ids, estimate)
+
+
 ADVANTAGES: dict[str, Estimator] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -76,6 +106,8 @@ ADVANTAGES: dict[str, Estimator] = {
     "batch_std": batch_std,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "maxrl": maxrl,
+    "pass_at_k": pass_at_k,
 }
 
 
@@ -106,7 +138,8 @@ def assign_advantages(groups: Sequence[ScoredGroup], algorithm: AlgorithmSection
     """
     ids = np.asarray([g.group_id for g in groups for _ in g.verdicts], dtype=np.int64)
     rewards = np.asarray(group_rewards(groups), dtype=np.float64)
-    advantages = ADVANTAGES[algorithm.advantage](rewards, ids)
+    options = {"k": algorithm.pass_k} if algorithm.advantage == "pass_at_k" else {}
+    advantages = ADVANTAGES[algorithm.advantage](rewards, ids, **options)
     completions = [(g, i, c) for g in groups for i, c in enumerate(g.rollout.completions)]
     return [
         _sample(g.group_id, i, g.rollout.prompt, c, advantage=float(a), trains=bool(np.isfinite(r)))

@@ -1,7 +1,7 @@
 """The loss of one packed micro-batch, and what is measured on the way.
 
     log-probabilities now / before the update / of the engine / of the reference, advantages, mask
-        ->  surrogate per token - beta x KL per token  ->  x weight per token (the divisor)  ->  sum
+        ->  surrogate x correction - beta x KL + entropy bonus, per token  ->  x weight per token (the divisor)  ->  sum
 
 The divisor is a count over the whole optimizer step, known before the first micro-batch, so the sum over any split
 into micro-batches and ranks has the same gradient. Left out: how log-probabilities come about (logprobs.py), the
@@ -11,12 +11,13 @@ average that DeepSpeed takes over ranks (learner/zero3.py undoes it).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.kl import ESTIMATORS, clamped_exp, k3
+from grpo_dist.algorithms.corrections import Correction, correct
+from grpo_dist.algorithms.kl import ESTIMATORS, clamped_exp, k1, k3
 from grpo_dist.algorithms.surrogates import OBJECTIVES, Surrogate, TokenTerms
 from grpo_dist.config import AlgorithmSection
 from grpo_dist.metrics import Max, Mean, Min, Stats, Sum
@@ -31,11 +32,11 @@ class LossInputs:
     logprobs: Tensor  # of the policy being trained, with gradient
     advantages: Tensor
     mask: Tensor  # bool
-    segment_ids: Tensor  # int64, 0..S-1
+    segment_ids: Tensor  # int64, 0..S-1, ascending
     old_logprobs: Tensor | None = None  # learner's own, before the step's first update; None: equal to logprobs now
     behavior_logprobs: Tensor | None = None  # as the engine sampled them
     reference_logprobs: Tensor | None = None
-    entropy: Tensor | None = None
+    entropy: Tensor | None = None  # with gradient when algorithm.entropy_bonus is not 0
 
 
 def policy_loss(
@@ -46,22 +47,33 @@ def policy_loss(
     Added over all micro-batches and ranks it is the loss of the step. A micro-batch without a trained token yields a 0
     that can be back-propagated. ``loss_tokens`` and ``loss_sequences`` are those of the whole step (TrainBatch).
     """
-    terms = _terms(inputs)
+    _check(inputs, algorithm)
+    mask = inputs.mask
+    before = _on(mask, inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs).detach()
+    behavior = None if inputs.behavior_logprobs is None else _on(mask, inputs.behavior_logprobs).to(before.dtype)
+    reference = None if inputs.reference_logprobs is None else _on(mask, inputs.reference_logprobs).to(before.dtype)
+    old = behavior if behavior is not None and algorithm.old_logprobs == "engine" else before
+    terms = _terms(inputs, algorithm, old=old, before=before, reference=reference)
     weights = token_weights(terms, algorithm, loss_tokens=loss_tokens, loss_sequences=loss_sequences)
+    stats = _Collector(mask)
+
     surrogate = OBJECTIVES[algorithm.objective](terms, algorithm)
-    policy = -_sum(surrogate.value, weights, terms.mask)
-    loss, stats = policy, _Collector(terms.mask)
-    if inputs.reference_logprobs is not None:
-        kl = ESTIMATORS[algorithm.kl.estimator](terms.logprobs, _on(terms.mask, inputs.reference_logprobs))
-        loss = loss + algorithm.kl.beta * _sum(kl, weights, terms.mask)
+    value = surrogate.value
+    if behavior is not None:
+        correction = correct(terms, before, behavior, algorithm.correction)
+        value = value * correction.weight
+        _mismatch_stats(stats, before, behavior, correction)
+    loss = policy = -_sum(value, weights, mask)
+    if reference is not None:
+        kl = ESTIMATORS[algorithm.kl.estimator](terms.logprobs, reference, terms.log_ratio)
         stats.mean("train/kl", kl)
-    elif algorithm.kl.beta:
-        raise ValueError(f"algorithm.kl.beta is {algorithm.kl.beta}, but no reference log-probabilities were given")
+        if algorithm.kl.beta and algorithm.kl.place == "loss":
+            loss = loss + algorithm.kl.beta * _sum(kl, weights, mask)
     if inputs.entropy is not None:
         stats.mean("train/entropy", inputs.entropy)
+        if algorithm.entropy_bonus:
+            loss = loss - algorithm.entropy_bonus * _sum(inputs.entropy, weights, mask)
     _ratio_stats(stats, surrogate)
-    if inputs.behavior_logprobs is not None:
-        _mismatch_stats(stats, terms, inputs)
     return loss, stats.done({"train/loss": loss, "train/policy_loss": policy})
 
 
@@ -80,7 +92,7 @@ def _sequence(terms: TokenTerms, algorithm: AlgorithmSection, loss_tokens: int, 
 
 
 def _constant(terms: TokenTerms, algorithm: AlgorithmSection, loss_tokens: int, loss_sequences: int) -> Tensor:
-    """1 / (constant x sequences of the step): no length bias (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    """1 / (constant x sequences of the step): no length bias (Dr. GRPO, arXiv:2503.20783)."""
     if algorithm.divisor_tokens is None:
         raise ValueError("algorithm.divisor: constant needs algorithm.divisor_tokens (rollout.sampling.max_tokens)")
     return torch.full_like(terms.advantages, 1 / (algorithm.divisor_tokens * max(loss_sequences, 1)))
@@ -101,25 +113,39 @@ def token_weights(terms: TokenTerms, algorithm: AlgorithmSection, *, loss_tokens
 # --- terms ----------------------------------------------------------------------------------------------------------
 
 
+def _check(inputs: LossInputs, algorithm: AlgorithmSection) -> None:
+    if algorithm.kl.beta and inputs.reference_logprobs is None:
+        raise ValueError(f"algorithm.kl.beta is {algorithm.kl.beta}, but no reference log-probabilities were given")
+    if algorithm.entropy_bonus and inputs.entropy is None:
+        raise ValueError(f"algorithm.entropy_bonus is {algorithm.entropy_bonus}, but no entropy was given")
+    if inputs.behavior_logprobs is None and (algorithm.correction.active or algorithm.old_logprobs == "engine"):
+        raise ValueError("algorithm.correction and old_logprobs: engine need the engine's log-probabilities")
+
+
 def _on(mask: Tensor, values: Tensor) -> Tensor:
     """0 off the mask, whatever was there: a NaN times 0 would stay a NaN."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
-def _terms(inputs: LossInputs) -> TokenTerms:
-    mask = inputs.mask
+def _terms(
+    inputs: LossInputs, algorithm: AlgorithmSection, *, old: Tensor, before: Tensor, reference: Tensor | None
+) -> TokenTerms:
+    mask, ids = inputs.mask, inputs.segment_ids
     logprobs = _on(mask, inputs.logprobs)
-    old = logprobs.detach() if inputs.old_logprobs is None else _on(mask, inputs.old_logprobs).detach()
-    segments = int(inputs.segment_ids.max()) + 1 if inputs.segment_ids.numel() else 0
-    lengths = torch.zeros(segments, dtype=torch.int64, device=mask.device).index_add(0, inputs.segment_ids, mask.long())
-    return TokenTerms(
+    segments = int(ids.max()) + 1 if ids.numel() else 0
+    terms = TokenTerms(
         logprobs=logprobs,
         log_ratio=logprobs - old,
         advantages=_on(mask, inputs.advantages).to(logprobs.dtype),
         mask=mask,
-        segment_ids=inputs.segment_ids,
-        lengths=lengths,
+        segment_ids=ids,
+        lengths=torch.zeros(segments, dtype=torch.int64, device=mask.device).index_add(0, ids, mask.long()),
     )
+    if reference is None or not algorithm.kl.beta or algorithm.kl.place == "loss":
+        return terms
+    # The reward of token t is -beta k1(t), its return the sum from t on (REINFORCE++, arXiv:2501.03262).
+    penalty = algorithm.kl.beta * terms.segment_rest(k1(before, reference))
+    return replace(terms, advantages=_on(mask, terms.advantages - penalty))
 
 
 def _sum(values: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
@@ -172,14 +198,13 @@ def _ratio_stats(stats: _Collector, surrogate: Surrogate) -> None:
     stats.total("train/clamped_tokens", surrogate.clamped)
 
 
-def _mismatch_stats(stats: _Collector, terms: TokenTerms, inputs: LossInputs) -> None:
+def _mismatch_stats(stats: _Collector, before: Tensor, behavior: Tensor, correction: Correction) -> None:
     """Engine against learner on the same tokens, before the update. k3 estimates KL(engine || learner)."""
-    assert inputs.behavior_logprobs is not None
-    before = (terms.logprobs - terms.log_ratio).detach()
-    behavior = _on(terms.mask, inputs.behavior_logprobs).to(before.dtype)
     gap = before - behavior
     stats.mean("mismatch/kl", k3(behavior, before))
     stats.mean("mismatch/logprob_abs_mean", gap.abs())
     stats.extreme("mismatch/logprob_abs_max", gap.abs())
     stats.extreme("mismatch/ratio_max", clamped_exp(gap)[0])
-    stats.mean("mismatch/masked_fraction", torch.zeros_like(gap))
+    stats.mean("mismatch/masked_fraction", correction.dropped)
+    stats.mean("mismatch/truncated_fraction", correction.truncated)
+    stats.mean("mismatch/weight_mean", correction.weight)
