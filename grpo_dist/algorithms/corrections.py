@@ -31,7 +31,7 @@ class Correction:
 
 
 def correct(terms: TokenTerms, before: Tensor, behavior: Tensor, correction: CorrectionSection) -> Correction:
-    """``before``: the learner's log-probabilities before the update, ``behavior``: the engine's; (L,), 0 off the mask."""
+    """``before``: what the learner says before the update, ``behavior``: what the engine said. (L,), 0 off the mask."""
     gap = before - behavior
     ratios = {
         "none": torch.ones_like(gap),

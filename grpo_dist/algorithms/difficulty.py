@@ -4,9 +4,9 @@
     before one:    rests(memory, prompt, epoch)  ->  skip it this time
 
 A prompt that was solved by every sample, or by none, on ``patience`` visits in a row rests for ``rest`` epochs; if the
-next visit says the same it rests again, twice as long (at most ``longest``). Any other visit starts the count anew. Pure
-values that become JSON, because they are part of the state of a run. Our own rule: elsewhere prompts are weighed by
-their success rate (Kimi k1.5, arXiv:2501.12599) or solved ones removed for good.
+next visit says the same it rests again, twice as long (at most ``longest``). Any other visit starts the count anew.
+Pure values that become JSON, because they are part of the state of a run. Our own rule: elsewhere prompts are weighed
+by their success rate (Kimi k1.5, arXiv:2501.12599) or solved ones removed for good.
 """
 
 from __future__ import annotations

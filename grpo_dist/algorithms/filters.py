@@ -3,8 +3,8 @@
     scored groups -> truncated(mode) -> with spread / without -> Refill says how many more groups are needed
 
 Pure: groups in, groups out. A group that is changed keeps its rollout; only verdicts differ, so metrics and dumps of
-what the verifiers said are made from the groups before. Left out: asking for more groups (rollout/pipeline.py), rest for
-prompts that teach nothing (difficulty.py).
+what the verifiers said are made from the groups before. Left out: asking for more groups (rollout/pipeline.py), rest
+for prompts that teach nothing (difficulty.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def truncated(
 
     * keep: their reward counts like any other (a verifier that wants an answer will have said 0).
     * mask: they do not train and do not count in their group (DAPO's overlong filtering).
-    * penalise: every reward gets factor x ``overlong_penalty`` of its completion's length, which begins before the limit.
+    * penalise: to every reward comes factor x ``overlong_penalty`` of the length, which begins before the limit.
     """
 
     def judge(completion: Completion, verdict: Verdict) -> Verdict:
