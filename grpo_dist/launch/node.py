@@ -1,0 +1,347 @@
+"""One node of a cluster that lives as long as one run. The same command on every node, by Slurm, ssh, SkyPilot or hand:
+
+    python -m grpo_dist.launch.node --folder SHARED/attempt-0 --name n1 --role learner --head --expect n1,n2 -- COMMAND…
+    python -m grpo_dist.launch.node --folder SHARED/attempt-0 --name n2 --role rollout
+
+    every node   address ─► ports ─► checks ─► `ray start --block`, a child ─► ends by pid, adopted orphans included
+    head         ─► cluster.json ─► waits for all expected nodes ─► COMMAND, a child ─► exit.json ─► its exit code
+    other nodes  wait for cluster.json (or are told --head-address) ─► join ─► leave when exit.json is there
+
+SIGTERM and SIGINT reach COMMAND as SIGTERM (save and stop), SIGUSR1 as SIGUSR1 (save, requeue me); so does the word
+`stop` or `requeue` in FOLDER/control, which works where a scheduler would signal too many processes. Ray itself sees
+no signal before COMMAND has ended. `ray stop` is never called: it would end every Ray of this user on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from grpo_dist.errors import GrpoDistError, UserError
+from grpo_dist.launch import folder as files
+from grpo_dist.launch import ports
+from grpo_dist.launch.checks import node_findings
+from grpo_dist.launch.membership import answers, last_lines, wait_for_nodes
+from grpo_dist.launch.netinfo import network_env, own_address
+from grpo_dist.launch.processes import adopt_orphans, end_descendants
+from grpo_dist.launch.tokens import check_token, clean_env, token_env, write_token
+
+KEPT_SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
+
+
+@dataclass
+class NodeOptions:
+    """The command line, typed. ``command`` is the head's."""
+
+    folder: Path
+    name: str
+    role: str
+    head: bool = False
+    expect: tuple[str, ...] = ()
+    head_address: str | None = None
+    interface: str | None = None
+    cpus: float | None = None
+    gpus: float | None = None
+    object_store: int | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    token: Path | None = None
+    wait: float = 600
+    grace: float = 600
+    port_key: str = ""
+    gcs_port: int | None = None
+    worker_ports: int = 0
+    temp: Path | None = None
+    command: tuple[str, ...] = ()
+
+
+class Node:
+    """This machine's part of the cluster, from its checks to the last process."""
+
+    def __init__(self, options: NodeOptions) -> None:
+        self.options = options
+        self.folder = files.AttemptFolder(options.folder)
+        self.signal: signal.Signals | None = None
+        self.signals = 0
+        self.ray: subprocess.Popen[bytes] | None = None
+        self.log = options.folder / f"node-{options.name}.log"
+        self.temp = Path(tempfile.mkdtemp(prefix="gd", dir=options.temp or _short_temp()))
+        self.token = options.token or options.folder.parent / "ray_token"
+        self.own = own_address(options.interface, _host(options.head_address))
+        self.ports = ports.pick(ports.key_of(options.port_key or options.folder, options.name), options.worker_ports)
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        adopt_orphans()
+        try:
+            self._check()
+            return self._run_head() if self.options.head else self._run_worker()
+        except GrpoDistError as error:
+            self.say(str(error))
+            self.folder.set_state(self.options.name, "failed", str(error))
+            if self.options.head:
+                self.folder.write_exit(error.exit_code, str(error))
+            return error.exit_code
+        finally:
+            self._leave()
+
+    # ---- what both kinds do
+
+    def say(self, text: str) -> None:
+        print(f"[{self.options.name}] {text}", flush=True)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.signal, self.signals = signal.Signals(number), self.signals + 1
+
+    def _check(self) -> None:
+        self.folder.set_state(self.options.name, "checking", "")
+        fatal = []
+        for finding in node_findings(self.temp):
+            if finding.level != "ok":
+                self.say(str(finding))
+            if finding.level == "fatal":
+                fatal.append(finding.text)
+        if fatal:
+            raise UserError("this node cannot take part: " + "; ".join(fatal))
+        if self.options.head:
+            write_token(self.token)
+        check_token(self.token)
+        os.environ.update(token_env(self.token))
+
+    def _environment(self) -> dict[str, str]:
+        """Of Ray and of the driver: no other cluster's address, no MPI that a library could mistake for its own."""
+        env = {
+            key: value
+            for key, value in clean_env(os.environ).items()
+            if not key.startswith(("PMI", "OMPI_")) and (not key.startswith("SLURM") or key in KEPT_SLURM)
+        }
+        env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", **token_env(self.token)}
+        if self.options.interface:
+            env |= {key: env.get(key, value) for key, value in network_env(self.own.name).items()}
+        return env
+
+    def _start_ray(self, address: str | None) -> None:
+        options = self.options
+        labels = {"grpo.dev/role": options.role, "grpo.dev/node": options.name, **options.labels}
+        command = [
+            str(Path(sys.executable).parent / "ray"), "start", "--block", f"--node-ip-address={self.own.ip}",
+            f"--temp-dir={self.temp}", "--disable-usage-stats",
+            "--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()),
+            *self.ports.arguments(head=options.head),
+        ]  # fmt: skip
+        command += ["--head", f"--dashboard-host={self.own.ip}"] if options.head else [f"--address={address}"]
+        if options.head and options.gcs_port is not None:
+            if not ports.port_is_free(options.gcs_port):
+                raise UserError(f"port {options.gcs_port} is in use on {self.own.ip}: another Ray? choose another one")
+            command.append(f"--port={options.gcs_port}")  # the last one given counts
+        if options.cpus is not None:
+            command.append(f"--num-cpus={options.cpus:g}")
+        if options.gpus is not None:
+            command.append(f"--num-gpus={options.gpus:g}")
+        if options.object_store is not None:
+            command.append(f"--object-store-memory={options.object_store}")
+        with self.log.open("ab") as log:
+            self.ray = subprocess.Popen(
+                command, env=self._environment() | self.ports.environment(), stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        self.folder.set_state(options.name, "starting", "")
+
+    def _ray_ended(self) -> GrpoDistError:
+        assert self.ray is not None
+        text = last_lines(self.log, 15)
+        if "AuthToken" in text or "AuthenticationError" in text:
+            return UserError(f"the head refuses this node's token ({self.token}): it must be the head's own file")
+        return GrpoDistError(f"Ray ended with {self.ray.returncode} on {self.options.name}; its last lines:\n{text}")
+
+    def _leave(self) -> None:
+        """Nothing of this node stays: processes, ports, session folder. What Ray's workers said is kept."""
+        for pid in end_descendants(os.getpid(), 20):
+            self.say(f"process {pid} did not end within 20 s of SIGKILL")
+        files.keep_logs(self.temp, self.options.folder / "ray-logs" / self.options.name)
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+    # ---- the head
+
+    def _run_head(self) -> int:
+        options = self.options
+        self._start_ray(None)
+        address = f"{self.own.ip}:{options.gcs_port or self.ports.gcs}"
+        self._wait_until_up(address)
+        self.folder.write_cluster(
+            address=address, dashboard=f"http://{self.own.ip}:{self.ports.dashboard}", token=str(self.token),
+            head=options.name,
+        )  # fmt: skip
+        self.say(f"Ray is up at {address}")
+        wait_for_nodes(address, options.expect, options.wait, self.folder.states, self._interrupt, self.say)
+        if self.signal is not None:
+            self.folder.write_exit(130, f"stopped by {self.signal.name} before the run began")
+            return 130
+        code = self._run_command(address)
+        self.folder.write_exit(code, "the run ended" if code == 0 else f"the run ended with {code}")
+        return code
+
+    def _wait_until_up(self, address: str) -> None:
+        assert self.ray is not None
+        deadline = time.monotonic() + min(self.options.wait, 120)
+        while not answers(address):
+            if self.ray.poll() is not None:
+                raise self._ray_ended()
+            if time.monotonic() > deadline:
+                raise GrpoDistError(
+                    f"Ray's head did not answer at {address}; its last lines:\n{last_lines(self.log, 15)}"
+                )
+            time.sleep(0.2)
+        self.folder.set_state(self.options.name, "joined", address)
+
+    def _interrupt(self) -> None:
+        """Called while waiting for nodes: a reason not to wait any longer."""
+        assert self.ray is not None
+        if self.ray.poll() is not None:
+            raise self._ray_ended()
+        self._read_control()
+        if self.signal is not None:
+            raise InterruptedError
+
+    def _run_command(self, address: str) -> int:
+        env = self._environment() | {"RAY_ADDRESS": address, "GRPO_LAUNCH_FOLDER": str(self.options.folder)}
+        self.say("starting " + " ".join(self.options.command))
+        with (self.options.folder / "driver.log").open("ab") as log:
+            driver = subprocess.Popen(
+                self.options.command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.folder.set_state(self.options.name, "running", f"driver pid {driver.pid}")
+        sent, kill_at = 0, float("inf")
+        while driver.poll() is None:
+            self._read_control()
+            if self.signal is not None and self.signals > sent:
+                forward = signal.SIGUSR1 if self.signal is signal.SIGUSR1 else signal.SIGTERM
+                self.say(f"{self.signal.name}: {forward.name} to the run, which has {self.options.grace:g} s to save")
+                os.kill(driver.pid, forward)
+                sent, kill_at = self.signals, min(kill_at, time.monotonic() + self.options.grace)
+            if time.monotonic() > kill_at:
+                self.say("the run did not end in time: SIGKILL")
+                driver.kill()
+            time.sleep(0.2)
+        code = driver.returncode
+        return code if code >= 0 else 128 - code
+
+    def _read_control(self) -> None:
+        wanted = {"stop": signal.SIGTERM, "requeue": signal.SIGUSR1}.get(self.folder.take_control())
+        if wanted is not None:
+            self.signal, self.signals = wanted, self.signals + 1
+
+    # ---- the others
+
+    def _run_worker(self) -> int:
+        address = self.options.head_address or self._wait_for_head()
+        if self.signal is not None or address is None:
+            return 0 if self.signal is None else 128 + self.signal
+        self._start_ray(address)
+        assert self.ray is not None
+        silent_since: float | None = None
+        asked_at: float | None = None
+        while self.ray.poll() is None:
+            if self.folder.exit_code() is not None:
+                return 0
+            silent_since = None if answers(address) else silent_since or time.monotonic()
+            if silent_since is not None and time.monotonic() - silent_since > 30:
+                self.say(f"the head at {address} has not answered for 30 s: leaving")
+                return 0
+            if self.signal is not None and asked_at is None:
+                # Ray drains the node: the driver is told, and what runs here gets its time.
+                self.say(f"{self.signal.name}: draining this node")
+                self.ray.terminate()
+                asked_at = time.monotonic()
+            if asked_at is not None and time.monotonic() - asked_at > self.options.grace:
+                break
+            time.sleep(1)
+        if self.signal is not None:
+            return 128 + self.signal
+        if self.folder.exit_code() is not None or not answers(address):
+            return 0  # the head went first
+        raise self._ray_ended()
+
+    def _wait_for_head(self) -> str | None:
+        self.folder.set_state(self.options.name, "waiting for the head", "")
+        deadline = time.monotonic() + self.options.wait
+        while (address := self.folder.head_address()) is None:
+            if self.folder.exit_code() is not None or self.signal is not None:
+                return None
+            if time.monotonic() > deadline:
+                raise GrpoDistError(
+                    f"no head within {self.options.wait:g} s: {self.folder.path / 'cluster.json'} did not appear. "
+                    "Is that folder on storage that every node shares?"
+                )
+            time.sleep(0.5)
+        return address
+
+
+def _short_temp() -> Path:
+    """TMPDIR when Ray's socket paths still fit, else /tmp."""
+    wanted = Path(os.environ.get("TMPDIR", "/tmp"))
+    return wanted if len(str(wanted)) <= 24 and wanted.is_dir() else Path("/tmp")
+
+
+def _host(address: str | None) -> str | None:
+    return address.rsplit(":", 1)[0] if address else None
+
+
+def parse(arguments: Sequence[str] | None = None) -> NodeOptions:
+    parser = argparse.ArgumentParser(prog="grpo_dist.launch.node", description="Run one node of a cluster.")
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="folder of this attempt, on storage that every node shares")
+    add("--name", required=True, help="name of this node, unique in the cluster")
+    add("--role", required=True, help="becomes the label grpo.dev/role")
+    add("--head", action="store_true", help="this node is the head and runs COMMAND")
+    add("--expect", default="", help="head: names of all nodes, comma separated; waits for them")
+    add("--head-address", help="others: HOST:PORT of the head, instead of reading cluster.json")
+    add("--interface", help="network interface, address or network to use")
+    add("--cpus", type=float)
+    add("--gpus", type=float)
+    add("--object-store", type=int, help="bytes of Ray's object store")
+    add("--label", action="append", default=[], help="more labels, key=value")
+    add("--token", type=Path, help="token file; by default ray_token beside the folder")
+    add("--wait", type=float, default=600, help="limit for the nodes to come together")
+    add("--grace", type=float, default=600, help="seconds the run has to save when asked to stop")
+    add("--port-key", default="", help="what the port block is derived from, such as the job id")
+    add("--gcs-port", type=int, help="fixed port of the head")
+    add("--worker-ports", type=int, default=0, help="size of a fixed range for workers; 0: any free port")
+    add("--temp", type=Path, help="folder for Ray's session (short path)")
+    add("command", nargs="*", help="head: the run, after --")
+    one = parser.parse_args(arguments)
+    if one.head and not one.command:
+        parser.error("--head needs a COMMAND after --")
+    return NodeOptions(
+        folder=one.folder, name=one.name, role=one.role, head=one.head, head_address=one.head_address,
+        expect=tuple(filter(None, one.expect.split(","))), interface=one.interface, cpus=one.cpus, gpus=one.gpus,
+        object_store=one.object_store, labels=dict(label.split("=", 1) for label in one.label), token=one.token,
+        wait=one.wait, grace=one.grace, port_key=one.port_key, gcs_port=one.gcs_port, worker_ports=one.worker_ports,
+        temp=one.temp, command=tuple(one.command),
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        node = Node(options)
+    except (GrpoDistError, OSError) as error:
+        print(f"[{options.name}] {error}", flush=True)
+        files.AttemptFolder(options.folder).set_state(options.name, "failed", str(error))
+        return getattr(error, "exit_code", 1)
+    return node.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
