@@ -1,6 +1,6 @@
 """Rows -> checked, tokenised prompts -> a stream in which group id n always means the same prompt and the same seed.
 
-    read_rows -> check (prompt, answer, verifier, id) -> template -> tokens -> drop over-long -> hold out -> PromptStream
+    read_rows -> check (prompt, answer, verifier, id) -> template -> tokens -> drop over-long -> hold out -> stream
 
 The stream has no state: the cursor of a run is the next group id. Epoch = id // len(stream), and each epoch has its own
 order, fixed by the seed. Tokens of all prompts live in one flat array, so that 200,000 rows are cheap to hold.

@@ -69,12 +69,13 @@ class Nursery:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the loop: nobody stays a zombie
+        control = self.control.fileno()
         while True:
-            ready, _, _ = select.select([self.control, wake_read], [], [])
+            ready, _, _ = select.select([control, wake_read], [], [])
             if wake_read in ready:
                 os.read(wake_read, 4096)
             self.reap()
-            if self.control in ready and not self.serve():
+            if control in ready and not self.serve():
                 return
 
     def reap(self) -> None:

@@ -1,8 +1,8 @@
 """Where the answer of a completion is: the one rule that training, evaluation and ``score`` share.
 
 1. An answer is *marked* by ``\\boxed{…}``, ``\\fbox{…}`` or ``<answer>…</answer>``. The last complete mark counts,
-   whatever was said before or after it. A mark inside another one (a box in an answer tag) is the later one: looked through.
-2. Without such a mark, the last line that starts with ``####`` (GSM8K's habit; below boxes, since it is also a heading).
+   whatever was said before or after it. A mark inside another one (a box in an answer tag) is the later one.
+2. Without such a mark, the last line that starts with ``####`` (GSM8K; below boxes, since it is also a heading).
 3. A text in which a mark was opened but none completed has no answer: it was cut off.
 4. Otherwise nothing is marked, and the verifier's own documented fallback applies.
 

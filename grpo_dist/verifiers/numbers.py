@@ -15,13 +15,22 @@ from fractions import Fraction
 _MOST_DIGITS = 1000
 _MOST_EXPONENT = 400
 
+# A sign belongs to its number unless something that it could be subtracted from stands before it.
+_SIGN = r"(?P<sign>(?<![\w)}\].])[+-]|(?:^|(?<==)|(?<==\s)|(?<=\())[+-]\s)?"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_FRAC = r"\\[dtc]?frac\s*"
+
+
+def _frac(top: str, bottom: str, number: str) -> str:
+    """Pattern of \\frac{top}{bottom} or \\frac12, with two names for each part."""
+    braces = rf"\{{\s*(?P<{top}>{number})\s*\}}\s*\{{\s*(?P<{bottom}>{number})\s*\}}"
+    return rf"{_FRAC}(?:{braces}|(?P<{top}1>\d)\s*(?P<{bottom}1>\d))"
+
+
 _NUMBER = re.compile(
-    rf"""(?P<sign>[+-]\s?)?(?:
-        \\[dtc]?frac\s*\{{\s*(?P<top>[+-]?\s*\d+(?:\.\d+)?)\s*\}}\s*\{{\s*(?P<bottom>[+-]?\s*\d+(?:\.\d+)?)\s*\}}
-      | \\[dtc]?frac\s*(?P<top1>\d)\s*(?P<bottom1>\d)
-      | (?P<whole>\d+)\s*(?:\\[dtc]?frac\s*(?:\{{\s*(?P<mtop>\d+)\s*\}}\s*\{{\s*(?P<mbottom>\d+)\s*\}}|(?P<mtop1>\d)\s*(?P<mbottom1>\d))
-                          |(?<=\d)\s(?P<stop>\d+)\s?/\s?(?P<sbottom>\d+))
+    rf"""{_SIGN}(?:
+        {_frac("top", "bottom", r"[+-]?[ ]*[0-9]+(?:[.][0-9]+)?")}
+      | (?P<whole>\d+)\s*(?:{_frac("mtop", "mbottom", "[0-9]+")}|(?<=\d)\s(?P<stop>\d+)\s?/\s?(?P<sbottom>\d+))
       | (?P<digits>{_DIGITS})
         (?:\s?/\s?(?P<under>\d+(?:\.\d+)?)
           |[eE](?P<e>[+-]?\d+)(?![\w])
@@ -29,9 +38,13 @@ _NUMBER = re.compile(
     )""",
     re.VERBOSE,
 )
+# With "#" where the number was: what makes an expression of it, as opposed to a unit ("# m/s", "# cm").
+_ARITHMETIC = re.compile(
+    r"[\^!√π]|\\(?:sqrt|pi|log|ln|sin|cos|tan)\b|[+*]\s*[#A-Za-z(\\]|/\s*[#(]|#\s*/(?!\s?[A-Za-z])|#\s?[xyz]\b|[A-Za-z)]\s?-\s?#"
+)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _TEN_TO = re.compile(r"10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
-_UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\s?(?:\^\s?(?:\{\s*-?\d\s*\}|-?\d)|[²³])|[²³]")  # cm^2: the 2 is not an answer
+_UNIT_POWER = re.compile(r"(?:(?<=[A-Za-z])|(?<=[A-Za-z]\}))\s?(?:\^\s?(?:\{\s*-?\d\s*\}|-?\d)|[²³])|[²³]")  # cm^2: the 2 is not an answer
 _MINUS = re.compile("[\u2212\u2012\u2013\ufe63\uff0d]")
 _TEX_GROUP_MARK = re.compile(r"(?<=\d)(?:\{,\}|\\[,!;: ]|[\u00a0\u2009\u202f' _](?=\d{3}(?:\D|$)))(?=\d{3})")
 _WRAPPER = re.compile(
@@ -55,11 +68,9 @@ def numbers_in(text: str) -> list[Fraction | None]:
 
 def parse_number(text: str) -> Fraction | None:
     """The one number that a text says; None when it says none, several, or one beyond 1,000 digits."""
-    text = clean(text)
-    if "=" in text:  # "x = 7", "2 + 5 = 7": what is claimed stands last
-        text = text.rpartition("=")[2]
+    text = clean(text).rpartition("=")[2].strip()  # "x = 7", "2 + 5 = 7": what is claimed stands last
     found = _matches(text)
-    if len(found) != 1 or re.search(r"[\^!√]|\\sqrt|\\pi|π|[+*/]\s*[A-Za-z(\\]", text.replace(found[0].group(), "", 1)):
+    if len(found) != 1 or _ARITHMETIC.search(text.replace(found[0].group(), "#", 1)):
         return None
     return _value(found[0])
 
@@ -84,7 +95,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     }
     if sum(map(len, parts.values())) > _MOST_DIGITS:
         return None
-    sign = -1 if parts.get("sign") == "-" else 1
+    sign = -1 if parts.get("sign", "").startswith("-") else 1
     exponent = int(parts.get("e") or parts.get("p") or parts.get("p1") or 0)
     if abs(exponent) > _MOST_EXPONENT:
         return None

@@ -3,7 +3,7 @@
     score(items) -> for each item: wait for an idle child (not charged) -> send -> verdict | timeout | death
 
 * An item that runs out of time costs its own verdict (``timed_out``); its child is killed and replaced.
-* A child that dies (kill -9, out of memory) gives its item once more, to a fresh child; if that dies too, the item is to blame.
+* A child that dies (kill -9, out of memory) gives its item to a fresh child once; if that dies too, the item did it.
 * While children are held up by slow items, others are forked beside them up to a bound, so quick answers do not queue
   behind a stuck one.
 
@@ -187,7 +187,7 @@ class VerifierPool:
 
 
 class _Places:
-    """Room for ``children`` items; one that is held up moves to one of ``spares`` extra places and so lets the next in."""
+    """Room for ``children`` items; one that is held up moves to one of ``spares`` extra places: the next can begin."""
 
     def __init__(self, children: int, spares: int) -> None:
         self.free, self.extra = children, spares
@@ -264,7 +264,7 @@ class _Nursery:
         ours.setblocking(False)
         path = [str(Path(grpo_dist.__file__).parents[1]), *(entry for entry in sys.path if entry)]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "grpo_dist.verifiers.child", str(os.getpid()), stdin=theirs,
+            sys.executable, "-m", "grpo_dist.verifiers.child", str(os.getpid()), stdin=theirs.fileno(),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         theirs.close()

@@ -69,8 +69,8 @@ def test_evaluate_asks_each_prompt_once_with_fixed_seeds() -> None:
     asyncio.run(evaluate(prompts, generate, score, samples=2, seed=3))
     assert [request.seed for request in asked[:5]] == [request.seed for request in asked[5:]]
     assert first.values() == {
-        "eval/pass@1": 0.5, "eval/pass@k": 1.0, "eval/k": 2.0, "eval/reward_mean": 0.5, "eval/completion_tokens_mean": 1.0,
-        "eval/truncated_fraction": 1.0, "eval/errors": 0.0, "eval/prompts": 5.0,
+        "eval/pass@1": 0.5, "eval/pass@k": 1.0, "eval/k": 2.0, "eval/reward_mean": 0.5, "eval/errors": 0.0,
+        "eval/completion_tokens_mean": 1.0, "eval/truncated_fraction": 1.0, "eval/prompts": 5.0,
     }  # fmt: skip
     assert len(first.rows(3)) == 3
     with pytest.raises(ValueError, match="pass@3 needs"):

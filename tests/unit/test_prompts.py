@@ -76,7 +76,7 @@ def test_too_long_is_dropped_never_cut(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_all_too_long_says_so(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="all 2 prompts .* longest has 12 tokens"):
+    with pytest.raises(DataError, match=r"all 2 prompts .* longest has 12 tokens"):
         load(write(tmp_path, [{"prompt": "1" * 12, "answer": 1}] * 2), tokenizer, max_prompt_tokens=8)
 
 
@@ -189,7 +189,10 @@ def test_own_evaluation_source_wins_over_training_rows(tmp_path: Path, tokenizer
     assert stream.dropped["in_evaluation"] == 3
 
 
-CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
 
 
 def test_chat_template_with_one_bos(tmp_path: Path, tiny_model: Path) -> None:
