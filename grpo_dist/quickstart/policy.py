@@ -102,7 +102,7 @@ def build_quickstart_policy(
             for left in target.parent.glob(f".{target.name}.*"):  # of a build that was killed; we hold the lock
                 shutil.rmtree(left, ignore_errors=True)
             model = warm_up(settings, tell)
-            transformers_logging.disable_progress_bar()
+            transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
             model.save_pretrained(aside)
             character_tokenizer(settings.characters).save_pretrained(aside)
             os.replace(aside, target)
@@ -136,11 +136,11 @@ def character_tokenizer(characters: str = CHARACTERS) -> Any:
     )
 
 
-def random_policy(settings: WarmUp) -> Any:
-    """The untrained model, fixed by the seed; leaves torch's own random state as it was."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def policy_config(settings: WarmUp) -> Any:
+    """The model's transformers configuration."""
+    from transformers import Qwen3Config
 
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=len(settings.characters) + 3,
         hidden_size=settings.hidden,
         intermediate_size=settings.mlp,
@@ -155,10 +155,16 @@ def random_policy(settings: WarmUp) -> Any:
         eos_token_id=EOS,
         dtype="float32",
     )
+
+
+def random_policy(settings: WarmUp) -> Any:
+    """The untrained model, fixed by the seed; leaves torch's own random state as it was."""
+    from transformers import Qwen3ForCausalLM
+
     build: Any = Qwen3ForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        return build(config).to(torch.float32)
+        return build(policy_config(settings)).to(torch.float32)
 
 
 def warm_up(settings: WarmUp, tell: Callable[[str], None]) -> Any:

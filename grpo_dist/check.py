@@ -1,0 +1,338 @@
+"""``grpo-dist check``: everything that can be known before an engine starts, all problems at once.
+
+    recipe ─► arithmetic ─► model folder, tokenizer ─► data ─► one verdict per verifier ─► memory, disk, resources
+                 facts                       every step adds facts, warnings and problems; none ends the others
+
+Nothing here starts a worker or loads weights: a model's size is counted on torch's "meta" device. Numbers are estimates
+and say so. A joined cluster (RAY_ADDRESS) is asked what it has; otherwise this machine is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Recipe
+from grpo_dist.data.prompts import PromptStream, load_prompts
+from grpo_dist.errors import GrpoDistError, UserError
+from grpo_dist.model_folder import QUICKSTART, load_config, load_tokenizer, refuse_beyond_context, resolve_model
+from grpo_dist.monitor.records import free_bytes
+from grpo_dist.types import Prompt, VerifyItem
+from grpo_dist.verifiers.pool import VerifierPool
+from grpo_dist.verifiers.registry import Judge, build
+
+RAY_TEMP_NEEDED = 2 << 30
+RAY_TEMP_WANTED = 10 << 30
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass
+class CheckReport:
+    """What was found. The recipe can run when there is no problem."""
+
+    facts: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, "problems": self.problems, "warnings": self.warnings, "facts": self.facts}
+
+
+def check(recipe: Recipe) -> CheckReport:
+    """Look at everything the recipe names."""
+    report = CheckReport()
+    _batch(recipe, report)
+    config, tokenizer = _model(recipe, report)
+    judge = _judge(recipe, report)
+    prompts = _data(recipe, tokenizer, judge, report) if tokenizer is not None else None
+    if judge is not None and prompts is not None:
+        _verdicts(recipe, judge, prompts, report)
+    parameters = _parameters(recipe, config, report) if config is not None else None
+    _memory(recipe, config, parameters, report)
+    _disk(recipe, parameters, report)
+    _folder(recipe, report)
+    _resources(recipe, report)
+    return report
+
+
+# ---- arithmetic
+
+
+def _batch(recipe: Recipe, report: CheckReport) -> None:
+    rollout, learner = recipe.rollout, recipe.learner
+    samples = rollout.groups_per_step * rollout.group_size
+    longest = recipe.data.max_prompt_tokens + rollout.sampling.max_tokens
+    most = samples * longest
+    slots = (rollout.max_staleness + 1) * rollout.groups_per_step
+    report.facts["batch"] = (
+        f"{rollout.groups_per_step} groups x {rollout.group_size} completions = {samples} samples a step; "
+        f"{recipe.run.steps} steps = {recipe.run.steps * samples:,} samples"
+    )
+    report.facts["tokens"] = (
+        f"at most {recipe.data.max_prompt_tokens} + {rollout.sampling.max_tokens} = {longest} a sample, "
+        f"{most:,} a step; {learner.ranks} ranks x micro-batches of up to {learner.micro_batch_tokens:,} tokens = "
+        f"about {-(-most // (learner.ranks * learner.micro_batch_tokens))} forward passes a rank at most"
+    )
+    report.facts["window"] = (
+        f"max_staleness {rollout.max_staleness}: at most {slots} groups in flight on {rollout.workers} engines "
+        f"({slots * rollout.group_size / rollout.workers:g} completions each)"
+    )
+    if longest > learner.micro_batch_tokens:
+        report.warnings.append(
+            f"learner.micro_batch_tokens {learner.micro_batch_tokens} is below the longest sample ({longest} tokens): "
+            "such a sample makes a micro-batch of its own, larger than the limit"
+        )
+
+
+# ---- model, data, verifiers
+
+
+def _model(recipe: Recipe, report: CheckReport) -> tuple[Any, Any]:
+    """(configuration, tokenizer), None for what cannot be had."""
+    if recipe.model.path == QUICKSTART:
+        from grpo_dist.quickstart.policy import WarmUp, character_tokenizer, policy_config, quickstart_policy_folder
+
+        built = quickstart_policy_folder().is_dir()
+        report.facts["model"] = "quickstart: " + ("built" if built else "will be built on first use (about a minute)")
+        config, tokenizer = policy_config(WarmUp()), character_tokenizer()
+    else:
+        try:
+            path = resolve_model(recipe.model, tell=lambda _: None)
+        except UserError as error:
+            report.problems.append(str(error))
+            return None, None
+        report.facts["model"] = path
+        config = _try(lambda: load_config(path, recipe.model), report)
+        tokenizer = _try(lambda: load_tokenizer(path, recipe.model), report)
+    if config is not None:
+        _try(lambda: refuse_beyond_context(recipe, config), report)
+    return config, tokenizer
+
+
+def _try(action: Any, report: CheckReport) -> Any:
+    """What action returns; an error of ours is noted as a problem, and None comes back."""
+    try:
+        return action()
+    except GrpoDistError as error:
+        report.problems.append(str(error))
+        return None
+
+
+def _judge(recipe: Recipe, report: CheckReport) -> Judge | None:
+    judge: Judge | None = _try(lambda: build(recipe.verifiers.use), report)
+    return judge
+
+
+def _data(recipe: Recipe, tokenizer: Any, judge: Judge | None, report: CheckReport) -> PromptStream | None:
+    prompts: PromptStream | None = _try(
+        lambda: load_prompts(
+            recipe.data, tokenizer, seed=recipe.run.seed, group_size=recipe.rollout.group_size, judge=judge
+        ),
+        report,
+    )
+    if prompts is None:
+        return None
+    dropped = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in prompts.dropped.items() if count)
+    wanted = recipe.run.steps * recipe.rollout.groups_per_step
+    report.facts["data"] = (
+        f"{len(prompts):,} training prompts ({wanted / len(prompts):.2g} epochs), {len(prompts.evaluation)} held out"
+        + (f"; left out: {dropped}" if dropped else "")
+    )
+    first = prompts.request(0).prompt
+    report.facts["first prompt"] = f"{len(first.token_ids)} tokens: {_brief(first.text)}"
+    return prompts
+
+
+def _verdicts(recipe: Recipe, judge: Judge, prompts: PromptStream, report: CheckReport) -> None:
+    """One verdict per verifier that the rows use, on a row's own gold answer, through the real pool."""
+    chosen: dict[str | None, Prompt] = {}
+    for prompt in prompts.prompts():
+        chosen.setdefault(prompt.verifier, prompt)
+    items = [
+        VerifyItem(
+            id=f"{prompt.id}/gold",
+            prompt=prompt.text,
+            completion=str(prompt.answer),
+            finish_reason="stop",
+            answer=prompt.answer,
+            verifier=prompt.verifier,
+            extra=prompt.extra,
+        )
+        for prompt in chosen.values()
+    ]
+
+    async def score() -> list[str]:
+        pool = VerifierPool(recipe.verifiers.use, timeout=min(recipe.verifiers.timeout, 10.0))
+        try:
+            lines = []
+            for item, verdict in zip(items, await pool.score(items), strict=True):
+                names = [entry.label for entry in judge.applicable(item.verifier)]
+                if verdict.error is not None:
+                    report.problems.append(f"verifiers {', '.join(names)} on {item.id}: {verdict.error}")
+                parts = ", ".join(f"{name} {value:g}" for name, value in verdict.parts.items())
+                lines.append(f"completion {_brief(item.completion)} -> reward {verdict.reward} ({parts})")
+            return lines
+        finally:
+            await pool.close()
+
+    try:
+        lines = asyncio.run(score())
+    except GrpoDistError as error:
+        report.problems.append(f"verifiers: {error}")
+        return
+    for i, line in enumerate(lines):
+        report.facts["verdict" if i == 0 else f"verdict {i + 1}"] = line
+
+
+# ---- size
+
+
+def _parameters(recipe: Recipe, config: Any, report: CheckReport) -> int | None:
+    """Parameters of the model, counted without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    build: Any = AutoModelForCausalLM.from_config
+    try:
+        with torch.device("meta"):
+            model = build(config, trust_remote_code=recipe.model.trust_remote_code)
+    except (ValueError, ImportError, OSError) as error:
+        report.problems.append(f"model.path: not a causal language model that transformers knows: {_brief(str(error))}")
+        return None
+    return sum(p.numel() for p in model.parameters())
+
+
+def _memory(recipe: Recipe, config: Any, parameters: int | None, report: CheckReport) -> None:
+    if parameters is None:
+        return
+    size, ranks = BYTES[recipe.model.dtype], recipe.learner.ranks
+    weights, state = parameters * size, parameters * (16 if size == 4 else 2 + 2 + 12)
+    reference = weights if recipe.algorithm.kl.beta > 0 else 0
+    report.facts["parameters"] = f"{parameters:,}"
+    report.facts["learner memory"] = (
+        f"about {_bytes((state + reference) // ranks)} a rank (weights, gradients, Adam"
+        f"{', reference' if reference else ''}) + activations; rank 0 stages {_bytes(weights)} in host memory"
+    )
+    kv = _kv_bytes_per_token(config, size)
+    report.facts["engine memory"] = (
+        f"about {_bytes(weights // recipe.rollout.tensor_parallel)} of weights a GPU or rank"
+        + (f" + {_bytes(kv)} of cache a token" if kv else "")
+    )
+    import psutil
+
+    if not os.environ.get("RAY_ADDRESS"):
+        free = psutil.virtual_memory().available
+        engines = recipe.rollout.workers * weights
+        if recipe.weights.backend == "gloo" and state + reference + weights + engines > free:
+            report.warnings.append(
+                f"learner and engines need about {_bytes(state + reference + weights + engines)}, "
+                f"this machine has {_bytes(free)} free"
+            )
+
+
+def _kv_bytes_per_token(config: Any, size: int) -> int:
+    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
+    return 2 * layers * kv_heads * width * size
+
+
+# ---- places
+
+
+def _disk(recipe: Recipe, parameters: int | None, report: CheckReport) -> None:
+    free = free_bytes(recipe.run.out.absolute())
+    if parameters is not None:
+        one = parameters * (12 + BYTES[recipe.model.dtype])
+        need = one * (recipe.checkpoint.keep + 1)  # the next one is complete before the oldest goes
+        report.facts["disk"] = (
+            f"{recipe.run.out}: {_bytes(free)} free; a checkpoint takes about {_bytes(one)}, "
+            f"{recipe.checkpoint.keep + 1} of them {_bytes(need)}"
+        )
+        if need > free:
+            report.problems.append(
+                f"run.out {recipe.run.out}: {_bytes(free)} free, checkpoints need about {_bytes(need)} "
+                f"(checkpoint.keep {recipe.checkpoint.keep} + the one being written)"
+            )
+    temp = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    left = free_bytes(temp)
+    if left < RAY_TEMP_NEEDED and not os.environ.get("RAY_ADDRESS"):
+        report.problems.append(
+            f"{temp}: {_bytes(left)} free, Ray writes logs and spills objects there and needs "
+            f"{_bytes(RAY_TEMP_NEEDED)}; free some, or set RAY_TMPDIR to a folder with room"
+        )
+    elif left < RAY_TEMP_WANTED:
+        report.warnings.append(f"{temp}: only {_bytes(left)} free; Ray writes logs and spills objects there")
+
+
+def _folder(recipe: Recipe, report: CheckReport) -> None:
+    """The run folder can be written, and is not another run's."""
+    place = recipe.run_dir.absolute()
+    there = place
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        report.problems.append(f"run.out: {there} cannot be written")
+    elif (place / "recipe.yaml").exists() and not recipe.run.resume:
+        report.warnings.append(
+            f"run folder {place} already holds a run: continue it with --resume or choose another name"
+        )
+
+
+def _resources(recipe: Recipe, report: CheckReport) -> None:
+    import ray
+
+    from grpo_dist.fleet.cluster import cluster
+    from grpo_dist.fleet.fleet import bundles_of, on_gpus, sizes_of
+    from grpo_dist.fleet.placement import Bundle, Node, describe_misfit, first_misfit, living_nodes
+
+    if os.environ.get("RAY_ADDRESS"):
+        try:
+            with cluster():
+                gpus, nodes = on_gpus(recipe), living_nodes()
+                bundles = bundles_of(recipe, gpus=gpus)
+        except UserError as error:
+            report.problems.append(str(error))
+            return
+        finally:
+            if ray.is_initialized():
+                ray.shutdown()
+    else:
+        import torch
+
+        count = torch.cuda.device_count()
+        gpus = recipe.weights.backend == "nccl" or (recipe.weights.backend == "auto" and count > 0)
+        nodes = [Node("this machine", {"CPU": float(os.cpu_count() or 1), "GPU": float(count)}, {})]
+        bundles = {
+            "learner": Bundle.of("learner", recipe.learner.placement, int(gpus)),
+            "rollout": Bundle.of("rollout", recipe.rollout.placement, recipe.rollout.tensor_parallel * int(gpus)),
+            "verifier": Bundle.of("verifier", recipe.verifiers.placement),
+        }
+    sizes = sizes_of(recipe)
+    wanted = [bundles[role] for role in bundles for _ in range(sizes[role])]
+    report.facts["resources"] = "; ".join(
+        f"{sizes[role]} {role} x ({', '.join(f'{v:g} {k}' for k, v in bundles[role].resources)})" for role in bundles
+    )
+    if (misfit := first_misfit(wanted, nodes)) is not None:
+        report.problems.append(describe_misfit(wanted, nodes, misfit))
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _brief(text: str, most: int = 80) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= most else shown[: most - 1] + "…'"

@@ -1,0 +1,225 @@
+"""The ``grpo-dist`` command: words to calls, errors to messages and exit codes. Heavy libraries load inside the verbs.
+
+0 done · 1 the run failed · 2 the input is wrong · 85 saved, requeue me · 130 interrupted after a clean save
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from grpo_dist.errors import GrpoDistError, UserError
+from grpo_dist.recipe_file import find_recipe, load_recipe, recipe_description, shipped_recipes
+from grpo_dist.recipe_keys import recipe_keys
+
+app = typer.Typer(
+    name="grpo-dist",
+    help="Distributed GRPO: Ray actors, vLLM rollouts, DeepSpeed ZeRO-3 learners.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. learner.learning_rate=1e-6.")
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, or its name under ./runs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run of this name, if there is one.")] = False,
+) -> int:
+    """Train to the end of the recipe."""
+    loaded = load_recipe(recipe, [*(overrides or ()), *(["run.resume=true"] if resume else ())])
+    from grpo_dist.train import run
+
+    return run(loaded)
+
+
+@app.command()
+def check(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> int:
+    """Look for every problem at once, without starting an engine."""
+    try:
+        loaded = load_recipe(recipe, overrides or ())
+    except UserError as error:
+        if as_json:
+            print(json.dumps({"ok": False, "problems": str(error).split("\n"), "warnings": [], "facts": {}}, indent=2))
+        raise
+    from grpo_dist.check import check as look
+
+    report = look(loaded)
+    if as_json:
+        print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
+    else:
+        width = max(len(name) for name in report.facts)
+        for name, text in report.facts.items():
+            print(f"{name:<{width}}  {text}")
+        for text in report.warnings:
+            print(f"warning: {text}")
+        print("ready to train" if report.ok else f"{len(report.problems)} problem(s), listed on standard error")
+    if not report.ok:
+        raise UserError("\n".join(report.problems))
+    return 0
+
+
+@app.command(name="eval")
+def evaluate(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint folder, or an exported model folder.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """pass@1 and pass@k on the evaluation set."""
+    loaded = load_recipe(recipe, overrides or ())
+    if checkpoint is None:
+        raise UserError("eval needs --checkpoint DIR: a checkpoint of a run, or an exported model folder")
+    if not checkpoint.is_dir():
+        raise UserError(f"--checkpoint {checkpoint}: no such folder")
+    from grpo_dist.train import evaluate_checkpoint
+
+    values = evaluate_checkpoint(loaded, checkpoint)
+    if as_json:
+        print(json.dumps(values, indent=2))
+    else:
+        for name, value in values.items():
+            print(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
+    return 0
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option(help="Folder to write the model to; must not exist or be empty.")],
+    step: Annotated[int | None, typer.Option(help="By default the newest good checkpoint.")] = None,
+) -> int:
+    """Write a checkpoint as a Hugging Face model folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: already exists and is not an empty folder")
+    folder = run_folder(run)
+    from grpo_dist.train import export_checkpoint
+
+    export_checkpoint(folder, step, out)
+    print(f"wrote {out}")
+    return 0
+
+
+@app.command()
+def recipes(
+    schema: Annotated[bool, typer.Option("--schema", help="Every key with its type, default and description.")] = False,
+    show: Annotated[str | None, typer.Option(help="Print one recipe.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """List the shipped recipes."""
+    if show is not None:
+        print(find_recipe(show).read_text(encoding="utf-8"), end="")
+    elif schema:
+        print_schema(as_json)
+    else:
+        found = {name: recipe_description(file) for name, file in shipped_recipes().items()}
+        if as_json:
+            print(json.dumps(found, indent=2, ensure_ascii=False))
+        else:
+            width = max(len(name) for name in found)
+            for name, text in found.items():
+                print(f"{name:<{width}}  {text}")
+    return 0
+
+
+def print_schema(as_json: bool) -> None:
+    """Every key of a recipe."""
+    keys = recipe_keys()
+    if as_json:
+        rows = [
+            {"key": k.path, "type": k.type, "default": k.default, "required": k.required, "description": k.description}
+            for k in keys
+        ]
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    for key in keys:
+        if key.is_section:
+            print(f"\n{key.path}: {key.description}")
+        else:
+            default = "required" if key.required else f"default {key.default}"
+            print(f"  {key.path}  <{key.type}>  {default}\n      {key.description}")
+
+
+def run_folder(run: Path) -> Path:
+    """A run's folder from its path, or from its name under ./runs. Raises UserError."""
+    for folder in (run, Path("runs") / run):
+        if (folder / "recipe.yaml").is_file():
+            return folder
+    raise UserError(f"{run}: neither this folder nor runs/{run} holds a run (no recipe.yaml)")
+
+
+# ---- errors and exit codes
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command line; the exit status."""
+    try:
+        status: Any = app(list(arguments), prog_name="grpo-dist", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as leave:
+        return leave.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:  # `grpo-dist recipes | head`
+        sys.stderr.close()
+        return 1
+    except GrpoDistError as error:
+        print(f"grpo-dist: {_with_causes(error)}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:  # the last frame: a fault of ours is shown whole, its first cause last
+        traceback.print_exc()
+        cause = first_cause(error)
+        print(f"grpo-dist: failed: {type(cause).__name__}: {cause}", file=sys.stderr)
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+def _with_causes(error: BaseException) -> str:
+    """The message, and for a failed run also what it came from."""
+    text = str(error)
+    cause = first_cause(error)
+    if not isinstance(error, UserError) and cause is not error and str(cause) not in text:
+        text += f"\n  first cause: {type(cause).__name__}: {cause}"
+    return text
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Where a chain of errors began, through the wrappers that Ray puts around an actor's own error."""
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        below = error.__cause__ or getattr(error, "cause", None)
+        if below is None and not error.__suppress_context__:
+            below = error.__context__
+        if not isinstance(below, BaseException):
+            break
+        error = below
+    return error
+
+
+def main() -> None:
+    """Entry point of the command."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
