@@ -1,0 +1,288 @@
+"""One rank of the learner: policy, AdamW and optional reference under DeepSpeed ZeRO-3. The only deepspeed import.
+
+    update   for each micro-batch: [reference forward] -> policy forward -> loss -> backward;  then clip and step once
+    stage    shards -> full tensors in rank 0's host memory (weights/source.py)
+    save     shards and random state of this rank, into a folder that the driver commits (checkpoint.py)
+
+Every public method but ``learning_rate`` is collective: all ranks call it, in the same order, with equally many
+micro-batches. DeepSpeed averages gradients over ranks; the loss is a sum over a *global* count, so each rank multiplies
+its part by the number of ranks. Whether that gives the gradient it should is measured at every start (``self_check``).
+
+Left out: who calls (rank.py), which checkpoint is good (checkpoint.py), how engines get the weights (weights/).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+from grpo_dist.algorithms.objective import LossInputs, policy_loss
+from grpo_dist.learner import ds_checkpoint, self_check
+from grpo_dist.learner.ds_config import policy_config, reference_config
+from grpo_dist.learner.export import export_folder
+from grpo_dist.learner.lockstep import raise_together
+from grpo_dist.learner.mismatch import mismatch_stats
+from grpo_dist.learner.model import LogprobHead, Packed, load_model, replace_head, token_logits, token_logprobs
+from grpo_dist.learner.spec import LearnerSpec, learning_rate
+from grpo_dist.metrics import Max, Stats, merge_stats
+from grpo_dist.types import FloatArray, MicroBatch, TensorInfo
+from grpo_dist.weights.source import ShardedTensor, StagedWeights, ZeroWeightSource
+
+
+def join_group(spec: LearnerSpec) -> None:
+    """Join the ranks' process group. Every collective in it has the limit ``spec.collective_seconds``."""
+    os.environ.update(
+        RANK=str(spec.rank), WORLD_SIZE=str(spec.world), MASTER_ADDR=spec.host, MASTER_PORT=str(spec.port),
+        LOCAL_RANK="0",  # Ray shows each actor its own device only; DeepSpeed would otherwise look for MPI
+    )  # fmt: skip
+    if spec.device == "cuda":
+        torch.cuda.set_device(0)
+    else:  # would compile at first use, under a lock that a killed rank leaves behind for ever
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend=spec.backend,
+        timeout=timedelta(seconds=spec.collective_seconds),
+        init_method=f"tcp://{spec.host}:{spec.port}",
+        rank=spec.rank,
+        world_size=spec.world,
+    )
+    total = torch.ones(1, device=spec.device)
+    torch.distributed.all_reduce(total)  # a broken network shows here, before a model is loaded
+    assert int(total) == spec.world, f"{int(total)} of {spec.world} ranks answered the first collective"
+
+
+class Zero3Policy:
+    """This rank's shard of the policy. ``step`` counts finished optimizer steps, skipped ones included."""
+
+    def __init__(self, spec: LearnerSpec) -> None:
+        self.spec, self.step = spec, 0
+        self.device = torch.device(spec.device)
+        _seed(spec.seed, spec.rank, 0)
+        join_group(spec)
+        self._config = policy_config(spec)
+        self._hf_config = _hf_config(self._config)  # transformers holds a weak reference: keep it alive
+        model = load_model(spec.model, self.device)
+        self._head = replace_head(model, spec.temperature, spec.learner.logprob_chunk_tokens)
+        if spec.learner.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=self._config)
+        self.engine.train()
+        self.engine.checkpoint_engine = ds_checkpoint.LockstepWriter(self.engine.checkpoint_engine)
+        self._reference: tuple[Any, LogprobHead] | None = None  # (engine, head)
+        if spec.algorithm.kl.beta > 0:
+            self._reference = self._load_reference()
+        self._source = self._weight_source()
+        self._touched = False  # an update has run: DeepSpeed can load a checkpoint only before
+
+    def _optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        wanted = self.spec.learner.optimizer
+        fused = self.device.type == "cuda" and not self.spec.learner.zero.offload_optimizer
+        return torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad],
+            lr=self.spec.learner.learning_rate, betas=(wanted.beta1, wanted.beta2), eps=wanted.eps,
+            weight_decay=wanted.weight_decay, fused=fused,  # fused: one kernel, and no compiler as DeepSpeed's needs
+        )  # fmt: skip
+
+    def _load_reference(self) -> tuple[Any, LogprobHead]:
+        """The model as it is on disk, sharded likewise, without optimizer."""
+        model = load_model(self.spec.model, self.device).requires_grad_(False)
+        head = replace_head(model, self.spec.temperature, self.spec.learner.logprob_chunk_tokens)
+        engine, *_ = deepspeed.initialize(model=model, config=reference_config(self.spec))
+        engine.eval()
+        return engine, head
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def update(self, micro: Sequence[MicroBatch], *, loss_tokens: int, loss_sequences: int) -> Stats:
+        """One optimizer step. Returns this rank's part of train/* and mismatch/*; merged over ranks they are exact.
+
+        A gradient that is not finite skips the step: weights and optimizer state stay as they are, bit for bit, and
+        ``train/skipped`` is 1. So does a batch without a single trained token.
+        """
+        if not micro:
+            raise ValueError("an update needs at least one micro-batch on every rank (an empty one will do)")
+        started, self._touched = time.monotonic(), True
+        self.step += 1
+        rate = learning_rate(self.step, self.spec.total_steps, self.spec.learner)
+        for group in self.engine.optimizer.optimizer.param_groups:
+            group["lr"] = rate
+        parts = []
+        for k, batch in enumerate(micro):
+            self.engine.set_gradient_accumulation_boundary(k == len(micro) - 1)
+            parts.append(self._backward(batch, loss_tokens, loss_sequences))
+        applied = False
+        if loss_tokens > 0:
+            self.engine.step()
+            applied = self.engine.was_step_applied()
+        else:
+            self.engine.optimizer.zero_grad()
+        norm = float(self.engine.get_global_grad_norm() or 0.0) if applied else float("nan")
+        stats: Stats = {
+            "train/lr": Max(rate),
+            "train/skipped": Max(0.0 if applied else 1.0),
+            "train/update_seconds": Max(time.monotonic() - started),
+        }
+        if applied:
+            stats["train/grad_norm"] = Max(norm)
+        return merge_stats([*parts, stats])
+
+    def _backward(self, batch: MicroBatch, loss_tokens: int, loss_sequences: int) -> Stats:
+        packed = Packed.of(batch, self.device)
+        reference = self._reference_logprobs(packed)
+        logprobs, entropy = token_logprobs(self.engine, self._head, packed)
+        if packed.is_empty:
+            loss, stats = logprobs.sum() * 0.0, Stats()
+        else:
+            inputs = LossInputs(
+                logprobs=logprobs, advantages=packed.advantages, mask=packed.mask, segment_ids=packed.segment_ids,
+                old_logprobs=packed.behavior_logprobs, reference_logprobs=reference, entropy=entropy.detach(),
+            )  # fmt: skip
+            loss, stats = policy_loss(
+                inputs, self.spec.algorithm, loss_tokens=loss_tokens, loss_sequences=loss_sequences
+            )
+            stats |= mismatch_stats(logprobs, packed.behavior_logprobs, packed.mask)
+        self.engine.backward(loss * self.spec.world, scale_wrt_gas=False)
+        return stats
+
+    @torch.no_grad()
+    def _reference_logprobs(self, packed: Packed) -> Tensor | None:
+        if self._reference is None:
+            return None
+        return token_logprobs(*self._reference, packed, entropy=False)[0]
+
+    @torch.no_grad()
+    def logprobs(self, micro: Sequence[MicroBatch]) -> list[FloatArray]:
+        """The policy's log-probability of every masked token, (L,) per micro-batch, 0 off the mask."""
+        out = []
+        for batch in micro:
+            packed = Packed.of(batch, self.device)
+            values = token_logprobs(self.engine, self._head, packed, entropy=False)[0].cpu().numpy()
+            out.append(values[:0] if packed.is_empty else values)
+        return out
+
+    def self_check(self) -> dict[str, float]:
+        """Packing, head and gradient scale against the plain way, on a few tokens. Raises SelfCheckError."""
+        return self_check.run(self)
+
+    @torch.no_grad()
+    def plain_logits(self, packed: Packed) -> Tensor:
+        """(L, V) logits without our head: for self-checks."""
+        return token_logits(self.engine, packed)
+
+    def logprobs_with_gradient(self, packed: Packed) -> Tensor:
+        return token_logprobs(self.engine, self._head, packed, entropy=False)[0]
+
+    def smallest_parameter(self) -> torch.nn.Parameter:
+        trained = [p for p in self.engine.module.parameters() if p.requires_grad]
+        return min(trained, key=lambda p: p.ds_numel)
+
+    def full_gradient(self, parameter: torch.nn.Parameter) -> Tensor:
+        """What DeepSpeed has accumulated for a parameter since the last step. Collective."""
+        return safe_get_full_grad(parameter)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def _weight_source(self) -> ZeroWeightSource:
+        tensors = [
+            ShardedTensor(TensorInfo(name, str(p.dtype).removeprefix("torch."), tuple(p.ds_shape)), p)
+            for name, p in self.engine.module.named_parameters()
+        ]
+        return ZeroWeightSource(
+            tensors, self.gather, gather_bytes=self.spec.learner.zero.gather_bytes,
+            main=self.spec.rank == 0, pin=self.device.type == "cuda",
+        )  # fmt: skip
+
+    @contextmanager
+    def gather(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Full tensors inside, shards again after."""
+        with deepspeed.zero.GatheredParameters(list(parameters)):
+            self._synchronize()  # DeepSpeed gathers on streams of its own
+            yield
+            self._synchronize()
+
+    def stage(self, version: int) -> StagedWeights | None:
+        """The weights as they are now, complete, in rank 0's host memory; None on other ranks."""
+        self._synchronize()
+        problem, staged = None, None
+        try:
+            staged = self._source.stage(version)
+        except (RuntimeError, MemoryError, ValueError) as error:
+            problem = f"weights could not be staged: {error}"
+        raise_together(problem)  # from here no collective is pending: rank 0 may send, the others may go on
+        return staged
+
+    def export(self, folder: Path) -> None:
+        """A Hugging Face folder with tokenizer, written aside and renamed. Raises CheckpointError."""
+        raise_together(export_folder(folder, self.spec.model, self._source, main=self.spec.rank == 0))
+
+    # --- durable state ----------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Shards, optimizer state and random state below ``folder``. Raises CheckpointError, on all ranks alike."""
+        extra = {"step": self.step, "random": random_state(), "spec_seed": self.spec.seed}
+        ds_checkpoint.save(self.engine, folder, extra)
+
+    def load(self, folder: Path) -> None:
+        """What ``save`` wrote, by any number of ranks. Only before the first update. Raises CheckpointError."""
+        if self._touched:
+            raise RuntimeError("DeepSpeed loads a checkpoint into an engine that has not trained yet: start new ranks")
+        extra = ds_checkpoint.load(self.engine, folder, rank=self.spec.rank, world=self.spec.world)
+        self.step = extra["step"]
+        if extra["same_world"]:
+            restore_random_state(extra["random"])
+        else:  # the saved states belong to other ranks
+            _seed(self.spec.seed, self.spec.rank, self.step)
+        wanted = self.spec.learner.optimizer
+        for group in self.engine.optimizer.optimizer.param_groups:  # the recipe's, not the checkpoint's
+            group.update(betas=(wanted.beta1, wanted.beta2), eps=wanted.eps, weight_decay=wanted.weight_decay)
+
+    def close(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _hf_config(config: dict[str, Any]) -> Any:
+    return HfDeepSpeedConfig(config)  # type: ignore[no-untyped-call]
+
+
+def _seed(seed: int, rank: int, step: int) -> None:
+    """Every random decision of a rank follows from (seed, rank, step)."""
+    value = (seed * 1_000_003 + rank * 10_007 + step) % 2**32
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def random_state() -> dict[str, Any]:
+    """DeepSpeed saves none."""
+    state: dict[str, Any] = {
+        "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
