@@ -255,6 +255,11 @@ class AlgorithmSection(Section):
                 "old_logprobs: engine already divides by the engine's probabilities, so correction must be none, "
                 f"got {self.correction.preset}"
             )
+        if self.objective == "gmpo" and self.kl.beta and self.kl.place == "reward":
+            raise ValueError(
+                "objective: gmpo needs one advantage per completion, and kl.place: reward gives each token its own; "
+                "set kl.place: loss"
+            )
         return self
 
 
