@@ -351,11 +351,11 @@ class Recipe(Section):
     """A whole run. See each section for its keys; ``grpo-dist recipes --schema`` prints them all."""
 
     description: str = Field("", description="One line for `grpo-dist recipes`.")
-    run: RunSection
-    model: ModelSection
-    data: DataSection
+    run: RunSection = Field(description="Name, length and place of the run.")
+    model: ModelSection = Field(description="The policy.")
+    data: DataSection = Field(description="Prompts and gold answers.")
     rollout: RolloutSection = Field(RolloutSection(), description="Sampling groups of completions.")
-    verifiers: VerifiersSection
+    verifiers: VerifiersSection = Field(description="Who says what a completion is worth.")
     algorithm: AlgorithmSection = Field(AlgorithmSection(), description="From rewards to a loss.")
     learner: LearnerSection = Field(LearnerSection(), description="The ZeRO-3 update.")
     weights: WeightsSection = Field(WeightsSection(), description="Publishing weights to the engines.")

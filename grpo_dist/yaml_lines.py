@@ -55,6 +55,9 @@ class _Dumper(yaml.SafeDumper):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
 class YamlError(ValueError):
     """Not readable at all; ``line`` is 1-based, None when unknown."""
 
@@ -102,6 +105,8 @@ def _plain(node: yaml.Node, path: KeyPath, document: Document, above: tuple[int,
     if id(node) in above:
         raise YamlError("an alias contains itself", _line(node))
     above = (*above, id(node))
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN_TAGS:
+        raise YamlError(f"not a plain value: tag {node.tag}", _line(node))
     if isinstance(node, yaml.SequenceNode):
         for i, child in enumerate(node.value):
             document.lines.setdefault((*path, i), _line(child))
