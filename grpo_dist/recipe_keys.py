@@ -131,9 +131,12 @@ def _shown(value: Any) -> str:
 # ---- did you mean
 
 
+LIKE = 0.6  # of 1: less alike than this is no suggestion
+
+
 def nearest_keys(word: str, choices: Iterable[str], most: int = 3) -> list[str]:
     """The choices that look like word, nearest first."""
-    return difflib.get_close_matches(word, list(choices), n=most, cutoff=0.6)
+    return difflib.get_close_matches(word, list(choices), n=most, cutoff=LIKE)
 
 
 def place_of_key(path: tuple[str | int, ...], *, wanted: bool = False) -> str:
@@ -145,17 +148,16 @@ def place_of_key(path: tuple[str | int, ...], *, wanted: bool = False) -> str:
         return f"wanted {key.type}: {key.description}" if key else "wanted a value"
     parent, _, name = dotted.rpartition(".")
     siblings = [key for key in recipe_keys() if key.parent == parent]
-    near = [f"{parent}.{n}".removeprefix(".") for n in nearest_keys(name, [key.name for key in siblings])]
-    elsewhere = [key.path for key in recipe_keys() if key.name == name and key.path not in near]
-    if not near and not elsewhere:
-        for close in nearest_keys(name, {key.name for key in recipe_keys()}, most=1):
-            elsewhere = [key.path for key in recipe_keys() if key.name == close]
-    text = "unknown key"
-    if elsewhere:
-        text = "unknown key here" if len(elsewhere) > 3 else f"unknown key here; it belongs to {' or '.join(elsewhere)}"
-        if len(elsewhere) > 3:
-            text += f"; keys of that name: {', '.join(elsewhere)}"
-        return text + (f", or did you mean {near[0]}?" if near else "")
-    if near:
-        return f"{text}; did you mean {' or '.join(near)}?"
-    return f"{text}; the keys here are {', '.join(key.name for key in siblings)}" if siblings else text
+    here = max((_likeness(name, key.name) for key in siblings), default=0.0)
+    anywhere = max(_likeness(name, key.name) for key in recipe_keys())
+    if anywhere >= LIKE and anywhere > here + 0.1:  # the right word, or nearly, at the wrong level
+        places = [key.path for key in recipe_keys() if _likeness(name, key.name) == anywhere]
+        return f"unknown key here; it belongs to {' or '.join(places)}"
+    if here >= LIKE:
+        near = next(key.path for key in siblings if _likeness(name, key.name) == here)
+        return f"unknown key; did you mean {near}?"
+    return "unknown key" + (f"; the keys here are {', '.join(key.name for key in siblings)}" if siblings else "")
+
+
+def _likeness(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, word, other).ratio()
