@@ -99,6 +99,10 @@ class EngineSettings:
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,  # with an explicit size and eager mode no warm-up runs
                 "max_num_seqs": 256,
+                # A prompt that is computed in two parts makes the CPU runner rewind a seeded generator, which a CPU
+                # generator cannot do: the engine dies ("CPU Generator does not use offset").
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(8192, self.context_tokens, self.rollout.engine.get("max_model_len", 0)),
             }
         else:
             defaults = {"gpu_memory_utilization": 0.85, "disable_cascade_attn": True}
@@ -126,6 +130,7 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.version = settings.version
+        self._context = settings.rollout.engine.get("max_model_len", settings.context_tokens)
         self._llm: AsyncLLM | None = None
         self._tokenizer: Any = None
         self._state: Literal["ready", "updating", "broken"] = "ready"
@@ -177,6 +182,8 @@ class Engine:
 
     async def generate(self, prompt: tuple[int, ...], n: int, spec: SamplingSpec, seed: int) -> tuple[Completion, ...]:
         """n completions of one prompt, in the order of their seeds (seed + i)."""
+        if len(prompt) >= self._context:
+            raise ValueError(f"prompt has {len(prompt)} tokens, the engine's context is {self._context}")
         if spec.temperature == 0 and n > 1:  # vLLM refuses n greedy samples; they are equal
             return (await self.generate(prompt, 1, spec, seed)) * n
         request = f"{seed}-{uuid.uuid4().hex[:12]}"  # a group sent again must not meet its former self
