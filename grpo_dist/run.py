@@ -19,17 +19,17 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from grpo_dist.config import Recipe
 from grpo_dist.data.prompts import PromptStream, load_prompts
-from grpo_dist.errors import CheckpointError, GrpoDistError, Interrupted, SelfCheckError, UserError, WorkerLost
+from grpo_dist.errors import GrpoDistError, Interrupted, SelfCheckError, UserError, WorkerLost
 from grpo_dist.evaluate import evaluate
 from grpo_dist.fleet.cluster import Cluster, cluster
 from grpo_dist.fleet.fleet import Fleet
 from grpo_dist.learner.checkpoint import CheckpointStore
-from grpo_dist.metrics import Mean, Stats, Sum, batch_metrics, merge_stats, rollout_metrics, stat_values
+from grpo_dist.metrics import Stats, batch_metrics, merge_stats, rollout_metrics, stat_values
 from grpo_dist.model_folder import load_config, load_tokenizer, refuse_beyond_context, resolve_model
+from grpo_dist.monitor.advice import Advisor
 from grpo_dist.monitor.console import Console, open_console
 from grpo_dist.monitor.records import RunFolder
 from grpo_dist.monitor.tracking import Tracker, open_tracker
@@ -73,7 +73,7 @@ class Run:
         self._stop: signal.Signals | None = None
         self._fresh_weights = True  # no update since the engines were checked against the learner
         self._skipped_in_a_row = 0
-        self._all_truncated = 0
+        self._advisor = Advisor()
 
     # --- opening and closing ----------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Run:
                 sys.stdout.flush()
                 os._exit(STOP_SIGNALS[received])  # at once: no handler, no wait
             self._stop = received
-            self.console.say(f"{received.name}: finishing step {self.state.step + 1}, then saving (again: leave at once)")
+            self.console.say(f"{received.name}: finishing the step at hand, then saving (again: leave at once)")
 
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, asked, number)
@@ -186,8 +186,8 @@ class Run:
         limit = self.recipe.algorithm.max_step0_mismatch
         if self._fresh_weights and (off := values.get("mismatch/logprob_abs_mean", 0.0)) > limit:
             raise SelfCheckError(
-                f"engines and learner hold the same weights, but their log-probabilities of the sampled tokens differ by "
-                f"{off:.3g} on average (algorithm.max_step0_mismatch = {limit:g}): look at model.dtype, "
+                "engines and learner hold the same weights, but their log-probabilities of the sampled tokens differ "
+                f"by {off:.3g} on average (algorithm.max_step0_mismatch = {limit:g}): look at model.dtype, "
                 "model.attention, rollout.engine and the sampling temperature"
             )
         self._fresh_weights = False
@@ -233,7 +233,8 @@ class Run:
         self.folder.append_metrics(step, values)
         self.tracker.log(step, values)
         self.console.step(step, values)
-        self._warn_of_useless_steps(values)
+        for text in self._advisor.look(values):
+            self.warn(text)
 
     def _times(self, pipeline: RolloutPipeline, values: dict[str, float]) -> dict[str, float]:
         whole = max(time.monotonic() - self.clock.began, 1e-9)
@@ -251,19 +252,6 @@ class Run:
         if window.generating:
             times["rollout/tokens_per_second"] = values["rollout/completion_tokens"] / window.generating
         return times
-
-    def _warn_of_useless_steps(self, values: dict[str, float]) -> None:
-        self._all_truncated = self._all_truncated + 1 if values.get("rollout/truncated_fraction") == 1 else 0
-        if self._all_truncated == 3:
-            self.warn(
-                "100% of the completions were truncated in 3 steps in a row: raise rollout.sampling.max_tokens "
-                f"(now {self.recipe.rollout.sampling.max_tokens}) or check the stop tokens of the model"
-            )
-        if values.get("rollout/zero_variance_fraction") == 1:
-            self.warn(
-                f"step {self.state.step}: 0 of {int(values['rollout/groups'])} groups have spread, every reward "
-                f"is the same within its group (mean {values.get('rollout/reward_mean', float('nan')):.3g}): nothing to learn"
-            )
 
     async def maybe_evaluate(self, *, force: bool = False) -> None:
         """pass@1 and pass@k on the held-out prompts: at the start, every evaluate.every steps, and at the end."""
@@ -296,22 +284,28 @@ class Run:
             return
         self.console.waiting(f"checkpoint {self.state.step}")
         state = replace(self.state, buffered=pipeline.finished())
-        folder = self.store.begin(state.step)
-        await self.fleet.learner.save(folder)
+        aside = self.store.begin(state.step)
+        try:
+            await self.fleet.learner.save(aside)
+        except GrpoDistError:
+            self.store.abort(aside)
+            raise
         # Hashing and syncing many gigabytes must not keep the loop from answering engines and signals.
-        path = await asyncio.to_thread(self.store.commit, folder, state)
+        path = await asyncio.to_thread(self.store.commit, aside, state, world=self.fleet.learner.size)
         self._saved_step = state.step
         self.folder.append_event("checkpoint_saved", step=state.step, path=str(path))
 
     @asynccontextmanager
     async def saving_on_failure(self, pipeline: RolloutPipeline) -> AsyncIterator[None]:
-        """When a worker is lost or a check fails: save the last finished step, if the learner still holds exactly that."""
+        """When a worker is lost or a check fails: save the last finished step, if the learner still holds just that."""
         try:
             yield
         except Interrupted:
             raise
         except Exception as failure:
-            self.folder.append_event("failed", step=self.state.step, error=str(failure), kind_of_error=type(failure).__name__)
+            self.folder.append_event(
+                "failed", step=self.state.step, error=str(failure), kind_of_error=type(failure).__name__
+            )
             if isinstance(failure, WorkerLost):
                 noun = "engine" if failure.role == "rollout" else failure.role
                 self.folder.append_event(f"{noun}_lost", worker=failure.name, why=failure.why)
@@ -343,13 +337,10 @@ def _restore(
     """The state to start from: the newest good checkpoint when resuming, else a fresh one."""
     if not recipe.run.resume:
         return RunState(), None
-    path, state, refused = store.newest_good()
+    path, state, refused, _ = store.newest_good()
     for reason in refused:
         folder.append_event("checkpoint_refused", reason=reason)
         print(f"checkpoint refused: {reason}")
-    if path is None and refused:
-        raise CheckpointError(f"no usable checkpoint in {store.root}: " + "; ".join(refused))
-    state = state if state is not None else RunState()
     if path is not None and state.prompts != prompts.fingerprint:
         raise UserError(
             f"the training prompts are not those of checkpoint {path}: data.source {recipe.data.source} has changed, "

@@ -78,10 +78,9 @@ def _engines(recipe: Recipe, model: str, backend: Literal["nccl", "gloo"]) -> Cr
         model=recipe.model.model_copy(update={"path": model}), rollout=recipe.rollout,
         context_tokens=recipe.longest_sequence, seed=recipe.run.seed, backend=backend, device=device,
     )  # fmt: skip
-    actor = rollout_actor(recipe.rollout, gpus=device == "cuda")
 
     def create(name: str, options: dict[str, Any]) -> Any:
-        return actor.options(**options).remote(name, settings)
+        return rollout_actor(**options).remote(name, settings)
 
     return create
 
@@ -154,14 +153,18 @@ class Fleet:
         def setup(rank: int, host: str, port: int) -> Any:
             return spec_for(recipe, path=model, rank=rank, host=host, port=port, backend=backend)
 
-        environment = actor_environment("cuda" if backend == "nccl" else "cpu", max(1, int(recipe.learner.placement.cpus)))
+        environment = actor_environment(
+            "cuda" if backend == "nccl" else "cpu", max(1, int(recipe.learner.placement.cpus))
+        )
 
         def create(rank: int, options: dict[str, Any]) -> Any:
             return LearnerActor.options(runtime_env={"env_vars": environment}, max_restarts=0, **options).remote()
 
         self.learner = await LearnerGroup.start(bundle, recipe.learner.ranks, create, setup, recipe.faults)
         for rank in self.learner.ranks:
-            self._event("learner_started", worker=rank.name, **{k: rank.info[k] for k in ("node", "pid") if k in rank.info})
+            self._event(
+                "learner_started", worker=rank.name, **{k: rank.info[k] for k in ("node", "pid") if k in rank.info}
+            )
 
     # --- the functions that the pipeline and the evaluation are given ------------------------------------------------
 
@@ -172,9 +175,7 @@ class Fleet:
         return await self._generate(request, self._eval_sampling, self.recipe.evaluate.sampling.samples)
 
     async def _generate(self, request: GroupRequest, sampling: SamplingSpec, n: int) -> RolloutGroup:
-        return await self.rollouts.call(
-            "generate", request, sampling, n, seconds=self.recipe.faults.rollout_seconds
-        )
+        return await self.rollouts.call("generate", request, sampling, n, seconds=self.recipe.faults.rollout_seconds)
 
     async def score(self, rollout: RolloutGroup) -> ScoredGroup:
         verdicts = await self.verifiers.call("score", items_of(rollout), seconds=self.recipe.faults.verify_seconds)

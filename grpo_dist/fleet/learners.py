@@ -9,7 +9,6 @@ can never finish and are killed. The driver is the failure detector: actor death
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,24 +102,6 @@ class LearnerGroup:
         self._reservation.free()
 
     async def _all(self, method: str, seconds: float, args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
-        calls = {
-            m.name: m.call(method, *a, seconds=seconds, **kwargs) for m, a in zip(self.ranks, args, strict=True)
-        }
-        tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
-        # A rank that dies makes its peers fail or hang in the same collective: give them a moment to say so, so that
-        # the error names the rank that died, then stop waiting for ranks that can never answer.
-        done, waiting = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-        if waiting:
-            await asyncio.wait(waiting, timeout=5)
-        for task in tasks.values():
-            if not task.done():
-                task.cancel()
-        answers = await gather_named({n: _settled(t) for n, t in tasks.items()})
+        pairs = zip(self.ranks, args, strict=True)
+        answers = await gather_named({m.name: m.call(method, *a, seconds=seconds, **kwargs) for m, a in pairs})
         return list(answers.values())
-
-
-async def _settled(task: asyncio.Future[Any]) -> Any:
-    try:
-        return await task
-    except asyncio.CancelledError:
-        return None  # only after another rank failed; its error is the one that is raised

@@ -8,7 +8,7 @@ Which members exist is decided in ``reconcile.py``; a pool only hands out work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.fleet.placement import Reservation
+
+
+PEERS_SECONDS = 3.0
 
 
 @dataclass(slots=True)
@@ -105,9 +108,21 @@ class Pool:
 
 
 async def gather_named(calls: dict[str, Awaitable[Any]]) -> dict[str, Any]:
-    """Await all; then the results by name, or the most telling error: a lost worker before what its peers said of it."""
-    results = await asyncio.gather(*calls.values(), return_exceptions=True)
-    errors = [r for r in results if isinstance(r, BaseException)]
+    """The results by name, or the most telling error: a lost worker before what its peers say of it.
+
+    After the first error the others get a moment to say theirs, then they are cancelled: peers of a worker that died in
+    a collective would never answer.
+    """
+    tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    try:
+        _, waiting = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
+        if waiting:
+            await asyncio.wait(waiting, timeout=PEERS_SECONDS)
+    finally:
+        for task in tasks.values():
+            task.cancel()
+    results = await asyncio.gather(*tasks.values(), return_exceptions=True)
+    errors = [r for r in results if isinstance(r, BaseException) and not isinstance(r, asyncio.CancelledError)]
     if errors:
         raise min(errors, key=_telling)
     return dict(zip(calls, results, strict=True))
@@ -117,6 +132,3 @@ def _telling(error: BaseException) -> int:
     if isinstance(error, WorkerLost):
         return 1 if "no answer" in error.why else 0
     return 2 if isinstance(error, GrpoDistError) else 3
-
-
-Create = Callable[[str, dict[str, Any]], ActorHandle]
