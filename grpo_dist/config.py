@@ -238,8 +238,10 @@ class AlgorithmSection(Section):
     sapo_tau_negative: PositiveFloat = Field(1.05, description="objective: sapo, steepness where it is negative.")
     entropy_bonus: NonNegativeFloat = Field(0.0, description="Weight of the entropy that is added to the objective.")
     kl: KLSection = Field(KLSection(), description="Penalty towards the reference policy.")
-    old_logprobs: Literal["learner", "engine"] = Field(
-        "learner", description="Denominator of the ratio: the learner's log-probabilities before the step's updates, or the engine's."
+    old_logprobs: Literal["auto", "learner", "engine"] = Field(
+        "auto",
+        description="Denominator of the ratio: the engine's log-probabilities as sampled, or the learner's before the "
+        "step's updates. 'auto': the learner's when a correction is active, which then covers the way from engine to learner.",
     )
     correction: CorrectionSection = Field(
         CorrectionSection(), description="Engine/learner mismatch: a preset's name, or the keys themselves."
@@ -261,6 +263,12 @@ class AlgorithmSection(Section):
                 "set kl.place: loss"
             )
         return self
+
+    @property
+    def old_policy(self) -> Literal["learner", "engine"]:
+        if self.old_logprobs != "auto":
+            return self.old_logprobs
+        return "learner" if self.correction.active else "engine"
 
 
 class ScheduleSection(Section):

@@ -52,7 +52,7 @@ def policy_loss(
     before = _on(mask, inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs).detach()
     behavior = None if inputs.behavior_logprobs is None else _on(mask, inputs.behavior_logprobs).to(before.dtype)
     reference = None if inputs.reference_logprobs is None else _on(mask, inputs.reference_logprobs).to(before.dtype)
-    old = behavior if behavior is not None and algorithm.old_logprobs == "engine" else before
+    old = behavior if behavior is not None and algorithm.old_policy == "engine" else before
     terms = _terms(inputs, algorithm, old=old, before=before, reference=reference)
     weights = token_weights(terms, algorithm, loss_tokens=loss_tokens, loss_sequences=loss_sequences)
     stats = _Collector(mask)

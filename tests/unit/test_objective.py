@@ -94,7 +94,7 @@ def random_sequences(
 
 
 def section(**keys: Any) -> AlgorithmSection:
-    return AlgorithmSection(**({"divisor_tokens": 7} | keys))
+    return AlgorithmSection(**({"divisor_tokens": 7, "old_logprobs": "learner"} | keys))
 
 
 def test_the_recipe_lists_exactly_the_registries() -> None:
@@ -541,6 +541,19 @@ def test_mismatch_is_exactly_zero_for_equal_logprobs() -> None:
     values = stat_values(stats)
     assert values["mismatch/logprob_abs_max"] == values["mismatch/kl"] == 0
     assert values["mismatch/ratio_max"] == values["mismatch/weight_mean"] == 1
+
+
+def test_the_ratio_is_to_the_engine_unless_a_correction_covers_that_way() -> None:
+    sequences = random_sequences(0)
+
+    def loss(**keys: Any) -> float:
+        return policy_loss(pack(sequences), section(**keys), **counts(sequences))[0].item()
+
+    assert loss(old_logprobs="auto") == loss(old_logprobs="engine") != loss(old_logprobs="learner")
+    assert loss(old_logprobs="auto", correction="tis") == loss(old_logprobs="learner", correction="tis")
+    without = replace(pack(sequences), behavior_logprobs=None)
+    found = policy_loss(without, section(old_logprobs="auto"), **counts(sequences))[0].item()
+    assert found == loss(old_logprobs="learner")
 
 
 def test_gmpo_has_one_advantage_per_completion_so_no_kl_in_the_reward() -> None:
