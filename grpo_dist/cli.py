@@ -88,9 +88,9 @@ def evaluate(
         raise UserError("eval needs --checkpoint DIR: a checkpoint of a run, or an exported model folder")
     if not checkpoint.is_dir():
         raise UserError(f"--checkpoint {checkpoint}: no such folder")
-    from grpo_dist.train import evaluate_checkpoint
+    from grpo_dist.saved import evaluate_saved
 
-    values = evaluate_checkpoint(loaded, checkpoint)
+    values = evaluate_saved(loaded, checkpoint)
     if as_json:
         print(json.dumps(values, indent=2))
     else:
@@ -109,10 +109,27 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: already exists and is not an empty folder")
     folder = run_folder(run)
-    from grpo_dist.train import export_checkpoint
+    from grpo_dist.saved import export_saved
 
-    export_checkpoint(folder, step, out)
-    print(f"wrote {out}")
+    checkpoint = export_saved(folder, step, out)
+    print(f"wrote {out} from {checkpoint}")
+    return 0
+
+
+@app.command()
+def report(
+    run: RunArgument,
+    out: Annotated[Path | None, typer.Option(help="File to write; by default report.html in the run's folder.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the main curves into this PNG file instead.")] = None,
+) -> int:
+    """Write a self-contained report.html from the run folder alone."""
+    folder = run_folder(run)
+    from grpo_dist.monitor.report import write_picture, write_report
+
+    if picture is not None:
+        print(f"picture: {write_picture(folder, picture)}")
+    else:
+        print(f"report: {write_report(folder, out).absolute()}")
     return 0
 
 

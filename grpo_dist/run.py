@@ -291,7 +291,7 @@ class Run:
             self.store.abort(aside)
             raise
         # Hashing and syncing many gigabytes must not keep the loop from answering engines and signals.
-        path = await asyncio.to_thread(self.store.commit, aside, state, world=self.fleet.learner.size)
+        path = await asyncio.to_thread(self.store.commit, aside, state)
         self._saved_step = state.step
         self.folder.append_event("checkpoint_saved", step=state.step, path=str(path))
 

@@ -27,7 +27,8 @@ class Cluster:
     @property
     def logs(self) -> str:
         """Folder with the output of every worker, on the node that ran it."""
-        return f"{ray._private.worker.global_worker.node.get_session_dir_path()}/logs"
+        node = ray._private.worker.global_worker.node
+        return f"{node.get_session_dir_path()}/logs" if node is not None else "Ray's log folder"
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -33,6 +32,7 @@ from grpo_dist.weights.publisher import Endpoint, Publisher
 from grpo_dist.weights.sender import EngineEndpoint
 
 ROLE_LABEL = "grpo.dev/role"  # what launchers put on the nodes of a role
+ROLES = frozenset({"learner", "rollout", "verifier"})
 END_SECONDS = 20.0
 
 Event = Callable[..., None]
@@ -42,7 +42,7 @@ def on_gpus(recipe: Recipe) -> bool:
     """Whether this run's engines and ranks live on GPUs: as the recipe says, else as the cluster has them."""
     if recipe.weights.backend != "auto":
         return recipe.weights.backend == "nccl"
-    return ray.cluster_resources().get("GPU", 0) > 0
+    return float(ray.cluster_resources().get("GPU", 0)) > 0  # type: ignore[no-untyped-call]
 
 
 def bundles_of(recipe: Recipe, *, gpus: bool) -> dict[str, Bundle]:
@@ -100,19 +100,22 @@ def _verifiers(recipe: Recipe) -> Create:
 class Fleet:
     """Living workers of one run. Made by ``Fleet.start``."""
 
-    def __init__(self, recipe: Recipe, event: Event) -> None:
+    def __init__(self, recipe: Recipe, event: Event, roles: frozenset[str]) -> None:
         self.recipe, self._event = recipe, event
-        self.wanted = sizes_of(recipe)
+        self.wanted = {role: size if role in roles else 0 for role, size in sizes_of(recipe).items()}
         self.rollouts, self.verifiers = Pool("rollout"), Pool("verifier")
         self.learner: LearnerGroup
+        self._reconcilers: list[Reconciler] = []
+        self._publisher: Publisher
         self._sampling = SamplingSpec.of(recipe.rollout.sampling)
         self._eval_sampling = SamplingSpec.of(recipe.evaluate.sampling, recipe.rollout.sampling)
 
     @classmethod
     async def start(
-        cls, recipe: Recipe, model: Path | str, here: Cluster, *, event: Event, tell: Callable[[str], None]
-    ) -> Fleet:
-        """Start every worker of the recipe, all roles at once; ends what was started when one of them fails.
+        cls, recipe: Recipe, model: str, here: Cluster, *, event: Event, tell: Callable[[str], None],
+        roles: frozenset[str] = ROLES,
+    ) -> Fleet:  # fmt: skip
+        """Start the workers of the given roles, all at once; ends what was started when one of them fails.
 
         Raises:
             UserError: the cluster has no room; says what was wanted and what each node has.
@@ -120,7 +123,7 @@ class Fleet:
         """
         gpus = on_gpus(recipe)
         bundles, limits = bundles_of(recipe, gpus=gpus), recipe.faults
-        fleet = cls(recipe, event)
+        fleet = cls(recipe, event, roles)
         wanted = [bundle for role, bundle in bundles.items() for _ in range(fleet.wanted[role])]
         await wait_until_fits(wanted, seconds=0 if here.started_here else limits.placement_seconds, tell=tell)
         backend: Literal["nccl", "gloo"] = "nccl" if gpus else "gloo"
@@ -129,18 +132,20 @@ class Fleet:
                 RoleSpec(role, bundles[role], create, limits.start_seconds, limits.placement_seconds), pool, event
             )
             for role, create, pool in (
-                ("rollout", _engines(recipe, str(model), backend), fleet.rollouts),
+                ("rollout", _engines(recipe, model, backend), fleet.rollouts),
                 ("verifier", _verifiers(recipe), fleet.verifiers),
             )
         ]
         try:
-            await gather_named(
-                {"learner": fleet._start_learner(bundles["learner"], str(model), backend), "pools": fleet.reconcile()}
-            )
+            starts = {"pools": fleet.reconcile()}
+            if "learner" in roles:
+                starts["learner"] = fleet._start_learner(bundles["learner"], model, backend)
+            await gather_named(starts)
         except BaseException:
             await fleet.end(seconds=0)
             raise
-        fleet._publisher = fleet._make_publisher()
+        if "learner" in roles:
+            fleet._publisher = fleet._make_publisher()
         return fleet
 
     async def reconcile(self) -> None:

@@ -22,7 +22,7 @@ from grpo_dist.fleet.reconcile import end_all
 from grpo_dist.metrics import Stats, merge_stats
 from grpo_dist.types import TrainBatch
 
-CreateRank = Callable[[int, dict[str, Any]], ActorHandle]  # (rank, Ray options) -> actor
+CreateRank = Callable[[int, dict[str, Any]], ActorHandle[Any]]  # (rank, Ray options) -> actor
 Setup = Callable[[int, str, int], Any]  # (rank, rank 0's host, rank 0's port) -> the argument of LearnerRank.setup
 
 

@@ -89,14 +89,14 @@ def describe_misfit(bundles: Sequence[Bundle], nodes: Sequence[Node], misfit: Bu
 
 def living_nodes() -> list[Node]:
     """Living nodes with their free resources, from Ray's tables."""
-    free: dict[str, Resources] = ray._private.state.available_resources_per_node()
+    free: dict[str, Resources] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return [
         Node(
             name=n["NodeManagerAddress"],
             free=free.get(n["NodeID"], {}),
             labels={str(k): str(v) for k, v in (n.get("Labels") or {}).items()},
         )
-        for n in ray.nodes()
+        for n in ray.nodes()  # type: ignore[no-untyped-call]
         if n["Alive"]
     ]
 

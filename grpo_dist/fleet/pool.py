@@ -8,7 +8,7 @@ Which members exist is decided in ``reconcile.py``; a pool only hands out work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from ray.exceptions import RayActorError, RayTaskError
 from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.fleet.placement import Reservation
 
-
 PEERS_SECONDS = 3.0
 
 
@@ -29,7 +28,7 @@ class Member:
 
     role: str
     name: str
-    actor: ActorHandle
+    actor: ActorHandle[Any]
     reservation: Reservation | None = None
     info: dict[str, Any] = field(default_factory=dict)
     in_flight: int = 0
@@ -55,7 +54,7 @@ class Member:
             self.reservation = None
 
 
-async def answer(ref: ray.ObjectRef, member: Member, doing: str, seconds: float) -> Any:
+async def answer(ref: ray.ObjectRef[Any], member: Member, doing: str, seconds: float) -> Any:
     """The value of ``ref``, with Ray's errors turned into this package's."""
     future = asyncio.wrap_future(ref.future())
     done, _ = await asyncio.wait({future}, timeout=seconds)
@@ -107,7 +106,7 @@ class Pool:
         )
 
 
-async def gather_named(calls: dict[str, Awaitable[Any]]) -> dict[str, Any]:
+async def gather_named(calls: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
     """The results by name, or the most telling error: a lost worker before what its peers say of it.
 
     After the first error the others get a moment to say theirs, then they are cancelled: peers of a worker that died in

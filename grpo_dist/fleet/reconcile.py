@@ -27,7 +27,7 @@ class RoleSpec:
 
     role: str
     bundle: Bundle
-    create: Callable[[str, dict[str, Any]], ActorHandle]  # (name, Ray options) -> actor
+    create: Callable[[str, dict[str, Any]], ActorHandle[Any]]  # (name, Ray options) -> actor
     start_seconds: float
     placement_seconds: float
     admit: Callable[[Member], Awaitable[None]] | None = None

@@ -19,6 +19,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from grpo_dist.types import GroupRequest, RolloutGroup, ScoredGroup
 
@@ -103,7 +104,7 @@ class RolloutPipeline:
     @property
     def status(self) -> WindowStatus:
         stages = [group.stage for group in self._window.values()]
-        return WindowStatus(*(stages.count(name) for name in ("generating", "scoring", "ready")), taken=self._taken)
+        return WindowStatus(stages.count("generating"), stages.count("scoring"), stages.count("ready"), self._taken)
 
     async def take(self, n: int) -> list[ScoredGroup]:
         """The next ``n`` groups in submission order, waiting for them.
@@ -167,7 +168,8 @@ class RolloutPipeline:
         assert group.task is not None
         assert self._failure is not None
         began = time.monotonic()
-        await asyncio.wait({group.task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        waited_for: set[asyncio.Future[Any]] = {group.task, self._failure}
+        await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
         ended = time.monotonic()
         generated = min(max(group.generated_at or ended, began), ended)
         self._times.rollout_wait += generated - began
