@@ -160,7 +160,9 @@ class KLSection(Section):
         "k3", description="Estimator of KL(policy || reference) in the loss and in train/kl; 'unbiased' is ratio x k3."
     )
     place: Literal["loss", "reward"] = Field(
-        "loss", description="'loss' adds beta x estimator; 'reward' takes beta x k1 of this and all later tokens off the advantage."
+        "loss",
+        description="'loss' adds beta x estimator to the loss; 'reward' takes beta x k1 of this and all later tokens off "
+        "the advantage.",
     )
 
 
@@ -225,23 +227,23 @@ class AlgorithmSection(Section):
     advantage: AdvantageName = Field("grpo", description="How rewards of a group become advantages.")
     pass_k: int = Field(4, ge=2, description="k of advantage: pass_at_k.")
     objective: ObjectiveName = Field("clip", description="The policy loss.")
-    divisor: DivisorName = Field("token", description="What the summed loss is divided by, counted over the whole batch.")
+    divisor: DivisorName = Field("token", description="What the summed loss is divided by, counted over the batch.")
     divisor_tokens: Positive | None = Field(
-        None, description="With divisor: constant, the tokens a sequence counts as; by default rollout.sampling.max_tokens."
+        None, description="divisor: constant counts a sequence as so many tokens; default rollout.sampling.max_tokens."
     )
     clip_low: PositiveFloat = Field(0.2, le=1, description="The ratio's lower clip is 1 - clip_low; 1 turns it off.")
     clip_high: PositiveFloat = Field(0.2, description="The ratio's upper clip is 1 + clip_high.")
     clip_dual: float | None = Field(
-        None, gt=1, description="Dual clip (clip, gspo, sequence_ratio): a negative advantage counts at most this many times."
+        None, gt=1, description="Dual clip (clip, gspo, sequence_ratio): largest ratio with a negative advantage."
     )
-    sapo_tau_positive: PositiveFloat = Field(1.0, description="objective: sapo, steepness of the gate where the advantage is positive.")
+    sapo_tau_positive: PositiveFloat = Field(1.0, description="objective: sapo, steepness where the advantage is positive.")
     sapo_tau_negative: PositiveFloat = Field(1.05, description="objective: sapo, steepness where it is negative.")
     entropy_bonus: NonNegativeFloat = Field(0.0, description="Weight of the entropy that is added to the objective.")
     kl: KLSection = Field(KLSection(), description="Penalty towards the reference policy.")
     old_logprobs: Literal["auto", "learner", "engine"] = Field(
         "auto",
         description="Denominator of the ratio: the engine's log-probabilities as sampled, or the learner's before the "
-        "step's updates. 'auto': the learner's when a correction is active, which then covers the way from engine to learner.",
+        "step's updates. 'auto': the learner's when a correction is active, otherwise the engine's.",
     )
     correction: CorrectionSection = Field(
         CorrectionSection(), description="Engine/learner mismatch: a preset's name, or the keys themselves."
