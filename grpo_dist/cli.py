@@ -10,9 +10,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import click
 import typer
 
 from grpo_dist.errors import GrpoDistError, UserError
@@ -41,16 +40,16 @@ def train(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run of this name, if there is one.")] = False,
-) -> int:
+) -> None:
     """Train to the end of the recipe."""
     loaded = load_recipe(recipe, [*(overrides or ()), *(["run.resume=true"] if resume else ())])
     from grpo_dist.train import run
 
-    return run(loaded)
+    raise typer.Exit(run(loaded))
 
 
 @app.command()
-def check(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> int:
+def check(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Look for every problem at once, without starting an engine."""
     try:
         loaded = load_recipe(recipe, overrides or ())
@@ -72,7 +71,6 @@ def check(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson =
         print("ready to train" if report.ok else f"{len(report.problems)} problem(s), listed on standard error")
     if not report.ok:
         raise UserError("\n".join(report.problems))
-    return 0
 
 
 @app.command(name="eval")
@@ -81,7 +79,7 @@ def evaluate(
     overrides: Overrides = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint folder, or an exported model folder.")] = None,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """pass@1 and pass@k on the evaluation set."""
     loaded = load_recipe(recipe, overrides or ())
     if checkpoint is None:
@@ -96,7 +94,6 @@ def evaluate(
     else:
         for name, value in values.items():
             print(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
-    return 0
 
 
 @app.command()
@@ -104,7 +101,7 @@ def export(
     run: RunArgument,
     out: Annotated[Path, typer.Option(help="Folder to write the model to; must not exist or be empty.")],
     step: Annotated[int | None, typer.Option(help="By default the newest good checkpoint.")] = None,
-) -> int:
+) -> None:
     """Write a checkpoint as a Hugging Face model folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: already exists and is not an empty folder")
@@ -113,7 +110,6 @@ def export(
 
     checkpoint = export_saved(folder, step, out)
     print(f"wrote {out} from {checkpoint}")
-    return 0
 
 
 @app.command()
@@ -121,7 +117,7 @@ def report(
     run: RunArgument,
     out: Annotated[Path | None, typer.Option(help="File to write; by default report.html in the run's folder.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the main curves into this PNG file instead.")] = None,
-) -> int:
+) -> None:
     """Write a self-contained report.html from the run folder alone."""
     folder = run_folder(run)
     from grpo_dist.monitor.report import write_picture, write_report
@@ -130,7 +126,6 @@ def report(
         print(f"picture: {write_picture(folder, picture)}")
     else:
         print(f"report: {write_report(folder, out).absolute()}")
-    return 0
 
 
 @app.command()
@@ -138,7 +133,7 @@ def recipes(
     schema: Annotated[bool, typer.Option("--schema", help="Every key with its type, default and description.")] = False,
     show: Annotated[str | None, typer.Option(help="Print one recipe.")] = None,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """List the shipped recipes."""
     if show is not None:
         print(find_recipe(show).read_text(encoding="utf-8"), end="")
@@ -152,7 +147,6 @@ def recipes(
             width = max(len(name) for name in found)
             for name, text in found.items():
                 print(f"{name:<{width}}  {text}")
-    return 0
 
 
 def print_schema(as_json: bool) -> None:
@@ -184,21 +178,14 @@ def run_folder(run: Path) -> Path:
 # ---- errors and exit codes
 
 
-def run_command(arguments: Sequence[str]) -> int:
+def run_command(arguments: Sequence[str]) -> None:
     """Run one command line; the exit status."""
     try:
-        status: Any = app(list(arguments), prog_name="grpo-dist", standalone_mode=False)
-        sys.stdout.flush()
-    except click.exceptions.Exit as leave:
-        return leave.exit_code
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except (click.Abort, KeyboardInterrupt):
+        app(list(arguments), prog_name="grpo-dist")
+    except SystemExit as leave:  # how typer ends, also after a usage error (2) or a closed pipe (1)
+        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `grpo-dist recipes | head`
-        sys.stderr.close()
-        return 1
     except GrpoDistError as error:
         print(f"grpo-dist: {_with_causes(error)}", file=sys.stderr)
         return error.exit_code
@@ -207,7 +194,7 @@ def run_command(arguments: Sequence[str]) -> int:
         cause = first_cause(error)
         print(f"grpo-dist: failed: {type(cause).__name__}: {cause}", file=sys.stderr)
         return 1
-    return status if isinstance(status, int) else 0
+    return 0
 
 
 def _with_causes(error: BaseException) -> str:
