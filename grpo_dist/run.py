@@ -218,7 +218,9 @@ class Run:
         """The learner's weights, as version ``state.step``, to every engine."""
         self.console.waiting(f"version {self.state.step} to reach the engines")
         with self.clock.phase("publish"):
-            return await self.fleet.publish(self.state.step)
+            sent = await self.fleet.publish(self.state.step)
+        self.folder.append_event("published", version=sent.version, engines=sent.engines, digest=sent.digest)
+        return sent
 
     def record(
         self, groups: Sequence[ScoredGroup], samples: Sequence[Sample], batch: TrainBatch, learned: Stats,

@@ -207,6 +207,7 @@ class WeightUpdate:
     send_seconds: float
     pause_seconds: float  # longest time that one engine was not generating
     checksum_ok: bool | None  # None: not verified this time
+    digest: str | None = None  # of all tensors, when verified: equal weights have equal digests
 
 
 @dataclass(frozen=True, slots=True)

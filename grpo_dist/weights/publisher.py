@@ -36,6 +36,8 @@ class Report(Protocol):
     def bytes(self) -> int: ...
     @property
     def digests_ok(self) -> bool | None: ...
+    @property
+    def digest(self) -> str | None: ...
 
 
 class Publisher:
@@ -102,6 +104,7 @@ class Publisher:
             send_seconds=sent - sending,
             pause_seconds=max(paused),
             checksum_ok=report.digests_ok,
+            digest=report.digest,
         )
 
     def _verifies(self) -> bool:

@@ -25,6 +25,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from grpo_dist.errors import PublicationError, WorkerLost
 from grpo_dist.types import TensorInfo
+from grpo_dist.weights.digest import combined_digest
 from grpo_dist.weights.lane import Lane, aside
 from grpo_dist.weights.plugin import register
 
@@ -50,6 +51,7 @@ class SendReport:
     engines: int
     seconds: float
     digests_ok: bool | None  # None: not verified this time; a mismatch raises
+    digest: str | None = None  # of all tensors, when verified: equal weights have equal digests
 
 
 class Staged(Protocol):
@@ -193,12 +195,14 @@ class WeightSender:
             client, self._client.version, self._client.digest = self._client, version, verify
             client.set_limit(self._send_seconds)
             self._source.staged = staged
-            wanted = aside("digest", _digests, staged) if verify else None  # while the bytes are on their way
+            digesting = aside("digest", _digests, staged) if verify else None  # while the bytes are on their way
+            wanted: dict[str, str] = {}
             try:
                 sending = self._lane.submit(self._engine.send_weights)
                 self._await(sending, client, self._send_seconds, "take the new weights")
-                if wanted is not None:
-                    self._compare(wanted.result(self._send_seconds), client.received_digests())
+                if digesting is not None:
+                    wanted = digesting.result(self._send_seconds)
+                    self._compare(wanted, client.received_digests())
             except Exception as error:
                 self.close()
                 raise (client.failure or error) from error
@@ -207,8 +211,9 @@ class WeightSender:
             sizes = [t.numel() * t.element_size() for t in staged.tensors.values()]
             seconds = time.monotonic() - began
             return SendReport(
-                version, len(sizes), sum(sizes), len(client.endpoints), seconds, digests_ok=True if verify else None
-            )
+                version, len(sizes), sum(sizes), len(client.endpoints), seconds,
+                digests_ok=True if verify else None, digest=combined_digest(wanted) if verify else None,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Leave the group; engines notice by their sockets. A send that hangs is left behind on its daemon thread."""
