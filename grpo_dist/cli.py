@@ -178,7 +178,7 @@ def run_folder(run: Path) -> Path:
 # ---- errors and exit codes
 
 
-def run_command(arguments: Sequence[str]) -> None:
+def run_command(arguments: Sequence[str]) -> int:
     """Run one command line; the exit status."""
     try:
         app(list(arguments), prog_name="grpo-dist")

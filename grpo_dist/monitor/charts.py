@@ -55,6 +55,7 @@ class Chart:
     stacked: bool = False
     log: bool = False
     floor_zero: bool = True
+    equal_once: bool = False  # lines with the same values are drawn once, under the first name
 
 
 CHARTS = (
@@ -66,6 +67,7 @@ CHARTS = (
             Line("eval/pass@1", "pass@1 on held-out prompts", marks=True),
         ),
         note="Rollouts are sampled for training; held-out prompts are never trained on.",
+        equal_once=True,  # with one verifier of weight 1, reward and correct are one
     ),
     Chart(
         "Completion length",
@@ -175,7 +177,8 @@ def draw(axes: Axes, chart: Chart, rows: Rows) -> None:
     axes.set_ylabel(chart.unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     lines = [(line, *points(rows, line.metric)) for line in chart.lines]
-    lines = [found for i, found in enumerate(lines) if found[1] and found[1:] not in [f[1:] for f in lines[:i]]]
+    drawn = [line[1:] for line in lines] if chart.equal_once else []
+    lines = [found for i, found in enumerate(lines) if found[1] and found[1:] not in drawn[:i]]
     if chart.stacked:
         _stack(axes, lines)
     else:
@@ -185,7 +188,9 @@ def draw(axes: Axes, chart: Chart, rows: Rows) -> None:
     if chart.log and any(v > 0 for _, _, values in lines for v in values):
         axes.set_yscale("log")
     elif chart.floor_zero and not chart.stacked:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        low, high = axes.get_ylim()
+        flat = not any(v for _, _, values in lines for v in values)
+        axes.set_ylim(min(0.0, low) if not flat else 0.0, high if not flat else 1.0)
     if chart.stacked:
         axes.grid(axis="x", visible=False)
         axes.set_ylim(top=axes.get_ylim()[1] * 1.3)  # room for the legend
