@@ -194,10 +194,10 @@ def test_sequence_objectives_take_the_mean_or_the_product_of_ratios() -> None:
 
 
 def test_gmpo_clips_each_log_ratio_on_the_side_of_the_advantage() -> None:
-    # Bounds of log rho -0.4 and 0.4. A > 0: log 4 is cut to 0.4, log 1/4 stays; A < 0: the other way round.
-    keys = {"clip_low": 0.4, "clip_high": 0.4}
+    # Bounds of log rho -0.3 and 0.4. A > 0: log 4 is cut to 0.4, log 1/4 stays; A < 0: the other way round.
+    keys = {"clip_low": 0.3, "clip_high": 0.4}
     assert two_tokens("gmpo", (4.0, 0.25), 2.0, **keys) == pytest.approx(2 * math.exp((0.4 - math.log(4)) / 2))
-    assert two_tokens("gmpo", (4.0, 0.25), -2.0, **keys) == pytest.approx(-2 * math.exp((math.log(4) - 0.4) / 2))
+    assert two_tokens("gmpo", (4.0, 0.25), -2.0, **keys) == pytest.approx(-2 * math.exp((math.log(4) - 0.3) / 2))
 
 
 # --- divisors -------------------------------------------------------------------------------------------------------
@@ -316,6 +316,7 @@ def slow_loss(sequences: Sequence[Sequence_], base: Sequence[Sequence_], a: Algo
 
 SETTINGS = [
     *({"objective": o, "divisor": d} for o in OBJECTIVES for d in DIVISORS),
+    *({"objective": o, "clip_low": 0.15, "clip_high": 0.35} for o in OBJECTIVES),
     *({"objective": o, "clip_dual": 1.3} for o in ("clip", "gspo", "sequence_ratio")),
     *({"objective": o, "old_logprobs": "engine"} for o in OBJECTIVES),
     *({"kl": {"beta": 0.3, "estimator": e}} for e in ("k1", "k2", "k3", "unbiased")),
@@ -505,7 +506,7 @@ def test_metrics_of_a_batch_worked_out_by_hand() -> None:
     sequence = Sequence_(
         logprobs=[0.0, -1.0, -2.0],
         old=[0.0, -1.0 - log2, -2.0],
-        behavior=[0.0, -1.0, -2.0 - log2],
+        behavior=[0.0, -1.0 - log2, -2.0 - log2],
         reference=[0.0, -1.0 - log2, -2.0],
         advantage=1.0,
         mask=[False, True, True],
@@ -519,10 +520,11 @@ def test_metrics_of_a_batch_worked_out_by_hand() -> None:
     assert values["train/entropy"] == pytest.approx(1.5)
     assert values["train/kl"] == pytest.approx((half - 1 + log2) / 2)
     assert values["train/loss"] == values["train/policy_loss"] == pytest.approx(-(1.2 + 1.0) / 2)
-    assert values["mismatch/logprob_abs_max"] == values["mismatch/logprob_abs_mean"] == pytest.approx(log2)
+    assert values["mismatch/logprob_abs_max"] == pytest.approx(log2)
+    assert values["mismatch/logprob_abs_mean"] == pytest.approx(log2 / 2)
     assert values["mismatch/ratio_max"] == pytest.approx(2.0)
-    # k3 of the engine against the learner: x = -log 2 at the first token, +log 2 at the second.
-    assert values["mismatch/kl"] == pytest.approx(((half - 1 + log2) + (2 - 1 - log2)) / 2)
+    # k3 of the engine against the learner: x = 0 at the first token, log 2 at the second.
+    assert values["mismatch/kl"] == pytest.approx((2 - 1 - log2) / 2)
     assert values["mismatch/masked_fraction"] == 0
 
 
