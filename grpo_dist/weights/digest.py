@@ -24,4 +24,4 @@ def tensor_digest(tensor: Tensor) -> str:
 
 def combined_digest(digests: Mapping[str, str]) -> str:
     """One digest for a whole model, from those of its tensors by name."""
-    return xxhash.xxh3_128("".join(f"{name}={digests[name]};" for name in sorted(digests))).hexdigest()
+    return xxhash.xxh3_128("".join(f"{name}={digests[name]};" for name in sorted(digests)).encode()).hexdigest()
