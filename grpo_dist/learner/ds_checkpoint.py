@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -50,16 +50,42 @@ class LockstepWriter:
     def save(self, state_dict: Any, path: str) -> None:
         if self.failure is not None:
             return
+        noted = None
         try:
             with open(path, "wb") as file:
-                torch.save(state_dict, file)
+                noted = _NotingFile(file)
+                torch.save(state_dict, noted)
                 file.flush()
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:
-            self._note(path, error)
+            self._note(path, (noted and noted.error) or error)
 
     def _note(self, path: str, error: Exception) -> None:
         self.failure = self.failure or f"{path}: {error}"
+
+
+class _NotingFile:
+    """Keeps the error of a write: torch's writer replaces "No space left on device" by a broken position."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.error = file, None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error: OSError | None = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_in_lockstep(engine: Any) -> None:
+    """Once per engine, before its first save."""
+    engine.checkpoint_engine = LockstepWriter(engine.checkpoint_engine)
+    # Rank 0 would copy two scripts of DeepSpeed's into each checkpoint, past the writer, and fail alone on a full disk.
+    engine._copy_recovery_script = lambda save_path: None
 
 
 def save(engine: Any, folder: Path, extra: dict[str, Any]) -> None:

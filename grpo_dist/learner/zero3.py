@@ -80,7 +80,7 @@ class Zero3Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=self._config)
         self.engine.train()
-        self.engine.checkpoint_engine = ds_checkpoint.LockstepWriter(self.engine.checkpoint_engine)
+        ds_checkpoint.write_in_lockstep(self.engine)
         self._reference: tuple[Any, LogprobHead] | None = None  # (engine, head)
         if spec.algorithm.kl.beta > 0:
             self._reference = self._load_reference()
