@@ -116,8 +116,12 @@ def token_weights(terms: TokenTerms, algorithm: AlgorithmSection, *, loss_tokens
 def _check(inputs: LossInputs, algorithm: AlgorithmSection) -> None:
     if algorithm.kl.beta and inputs.reference_logprobs is None:
         raise ValueError(f"algorithm.kl.beta is {algorithm.kl.beta}, but no reference log-probabilities were given")
-    if algorithm.entropy_bonus and inputs.entropy is None:
-        raise ValueError(f"algorithm.entropy_bonus is {algorithm.entropy_bonus}, but no entropy was given")
+    if algorithm.entropy_bonus and (
+        inputs.entropy is None or inputs.logprobs.requires_grad > inputs.entropy.requires_grad
+    ):
+        raise ValueError(
+            f"algorithm.entropy_bonus is {algorithm.entropy_bonus}, but no entropy with a gradient was given"
+        )
     if inputs.behavior_logprobs is None and (algorithm.correction.active or algorithm.old_logprobs == "engine"):
         raise ValueError("algorithm.correction and old_logprobs: engine need the engine's log-probabilities")
 

@@ -568,6 +568,7 @@ def test_what_a_setting_needs_and_was_not_given_is_refused() -> None:
     for keys, missing, message in (
         ({"kl": {"beta": 0.1}}, {"reference_logprobs": None}, "no reference"),
         ({"entropy_bonus": 0.1}, {"entropy": None}, "no entropy"),
+        ({"entropy_bonus": 0.1}, {"entropy": torch.zeros(19)}, "no entropy with a gradient"),
         ({"correction": "tis"}, {"behavior_logprobs": None}, "engine's log-probabilities"),
         ({"old_logprobs": "engine"}, {"behavior_logprobs": None}, "engine's log-probabilities"),
     ):
