@@ -412,7 +412,7 @@ def test_whatever_stands_off_the_mask_is_ignored(objective: str, garbage: float)
         old_logprobs=spoil(clean.old_logprobs),
         behavior_logprobs=spoil(clean.behavior_logprobs),
         reference_logprobs=spoil(clean.reference_logprobs),
-        entropy=spoil(clean.entropy),
+        entropy=spoil(clean.entropy).requires_grad_(),
     )
     expected = loss_and_gradient(clean, algorithm, **counts(sequences))
     found = loss_and_gradient(dirty, algorithm, **counts(sequences))
