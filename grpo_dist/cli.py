@@ -45,7 +45,12 @@ def train(
     loaded = load_recipe(recipe, [*(overrides or ()), *(["run.resume=true"] if resume else ())])
     from grpo_dist.train import run
 
-    raise typer.Exit(run(loaded))
+    status = run(loaded)
+    if status == 0 and loaded.model.path == "quickstart":
+        from grpo_dist.quickstart.summary import closing_words
+
+        print(closing_words(loaded.run_dir))
+    raise typer.Exit(status)
 
 
 @app.command()

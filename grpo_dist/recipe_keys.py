@@ -161,3 +161,22 @@ def place_of_key(path: tuple[str | int, ...], *, wanted: bool = False) -> str:
 
 def _likeness(word: str, other: str) -> float:
     return difflib.SequenceMatcher(None, word, other).ratio()
+
+
+# ---- for the docs
+
+
+def keys_as_markdown() -> str:
+    """One table per section."""
+    lines: list[str] = []
+    for section in recipe_keys():
+        if not section.is_section or section.parent:
+            continue
+        lines += [f"\n## {section.path}\n", f"{section.description}\n"]
+        lines += ["| key | type | default | |", "| --- | --- | --- | --- |"]
+        for key in recipe_keys():
+            if key.path.startswith(f"{section.path}.") and not (key.is_section and key.type == "section"):
+                default = "**required**" if key.required else f"`{key.default}`" if key.default else ""
+                cells = (f"`{key.path}`", key.type, default, key.description)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

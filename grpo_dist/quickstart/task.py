@@ -57,10 +57,3 @@ def quickstart_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 def rows(terms: Sequence[Terms]) -> list[dict[str, str]]:
     return [{"prompt": prompt(t), "answer": str(sum(t))} for t in terms]
-
-
-CLOSING_WORDS = (
-    "What was learned: the policy came with two habits, guessing the sum and working it out step by step. The reward "
-    "taught it to work it out; completions grew from about 6 to about 11 tokens. The skill of adding was already there "
-    "from the warm-up: GRPO chose between habits, it did not teach arithmetic."
-)

@@ -24,6 +24,7 @@ from grpo_dist.quickstart.policy import (
     random_policy,
     rate_share,
 )
+from grpo_dist.quickstart.summary import closing_words
 
 SHORT = WarmUp(worked_steps=2, mixed_steps=1, batch=4, hidden=32, layers=1, mlp=32)
 
@@ -52,6 +53,20 @@ class TestTask:
         assert training[0] == {"prompt": "1+1+1+1=", "answer": "4"}
         assert not {row["prompt"] for row in training} & {row["prompt"] for row in held_out}
         assert all(sum(map(int, row["prompt"][:-1].split("+"))) == int(row["answer"]) for row in training + held_out)
+
+
+class TestClosingWords:
+    def test_say_what_the_run_says(self, tmp_path: Path) -> None:
+        rows = [{"step": s, "rollout/completion_tokens_mean": 6.0 + s} for s in range(1, 6)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (tmp_path / "evals.jsonl").write_text('{"step": 0, "eval/pass@1": 0.4}\n{"step": 5, "eval/pass@1": 0.9}\n')
+        first, second, skill = closing_words(tmp_path).split("\n")
+        assert first == "pass@1 on held-out prompts: 0.400 before, 0.900 after"
+        assert second == "tokens per completion: 7.0 at first, 11.0 at the end"
+        assert "The skill of adding was already there from the warm-up" in skill
+
+    def test_of_a_run_without_numbers(self, tmp_path: Path) -> None:
+        assert closing_words(tmp_path).startswith("The policy came with two habits")
 
 
 class TestSettings:
