@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,6 +116,25 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         if (rooms := ONLY_IN.get(imported.split(".")[0])) is not None and not f"{name}.".startswith(rooms)
     ]
     assert strays == []
+
+
+# Not declared by name, but by a package that is declared and cannot do without it.
+BROUGHT = {
+    "pydantic_core": "pydantic", "tokenizers": "transformers", "huggingface_hub": "transformers", "pyarrow": "datasets",
+    "referencing": "jsonschema", "aiohttp": "ray", "requests": "ray",
+}  # fmt: skip
+CALLED = {"pyyaml": "yaml"}  # package -> module, where the names differ
+
+
+def test_every_library_is_declared() -> None:
+    """A clean environment has what the code imports; checked here because the developer's has more."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    packages = {re.split(r"[\[<>=~! ]", one)[0].lower() for one in wanted}
+    declared = {CALLED.get(name, name.replace("-", "_")) for name in packages} | {"vllm"}
+    used = {imported.split(".")[0] for file in sources().values() for imported, _ in imports(file)}
+    third = {name for name in used if name not in sys.stdlib_module_names and name != "grpo_dist"}
+    assert sorted(name for name in third if BROUGHT.get(name, name) not in declared) == []
 
 
 def test_init_files_are_empty() -> None:
