@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from grpo_dist.errors import UserError
+from grpo_dist.launch.driver import mark_driver
 
 
 def missing_secrets(names: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         check_versions(dict(one.split("==", 1) for one in options.version))
         resume = ["--resume"] if started_before(options.marks, options.submission) else []
+        mark_driver(options.marks)
     except (UserError, OSError) as error:
         print(f"grpo-dist: {error}", file=sys.stderr)
         return 2

@@ -32,7 +32,7 @@ class AttemptFolder:
 
     def head_address(self) -> str | None:
         facts = self.cluster()
-        return str(facts["address"]) if facts else None
+        return str(facts["address"]) if facts and "address" in facts else None
 
     def set_state(self, name: str, state: str, detail: str) -> None:
         facts = {"name": name, "host": os.uname().nodename, "state": state, "detail": detail, "time": time.time()}

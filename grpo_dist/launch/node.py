@@ -3,6 +3,8 @@
     python -m grpo_dist.launch.node --folder SHARED/attempt-0 --name n1 --role learner --head --expect n1,n2 -- COMMAND…
     python -m grpo_dist.launch.node --folder SHARED/attempt-0 --name n2 --role rollout
 
+    SHARED is storage that all nodes see; without it the others get --head-address and a copy of the token's file.
+
     every node   address ─► ports ─► checks ─► `ray start --block`, a child ─► ends by pid, adopted orphans included
     head         ─► cluster.json ─► waits for all expected nodes ─► COMMAND, a child ─► exit.json ─► its exit code
     other nodes  wait for cluster.json (or are told --head-address) ─► join ─► leave when exit.json is there
@@ -14,7 +16,6 @@ no signal before COMMAND has ended. `ray stop` is never called: it would end eve
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -23,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -32,36 +32,12 @@ from grpo_dist.launch import folder as files
 from grpo_dist.launch import ports
 from grpo_dist.launch.checks import node_findings
 from grpo_dist.launch.membership import answers, last_lines, wait_for_nodes
-from grpo_dist.launch.netinfo import network_env, own_address
+from grpo_dist.launch.netinfo import Interface, network_env, own_address
+from grpo_dist.launch.node_options import NodeOptions, parse
 from grpo_dist.launch.processes import adopt_orphans, end_descendants
 from grpo_dist.launch.tokens import check_token, clean_env, token_env, write_token
 
 KEPT_SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
-
-
-@dataclass
-class NodeOptions:
-    """The command line, typed. ``command`` is the head's."""
-
-    folder: Path
-    name: str
-    role: str
-    head: bool = False
-    expect: tuple[str, ...] = ()
-    head_address: str | None = None
-    interface: str | None = None
-    cpus: float | None = None
-    gpus: float | None = None
-    object_store: int | None = None
-    labels: dict[str, str] = field(default_factory=dict)
-    token: Path | None = None
-    wait: float = 600
-    grace: float = 600
-    port_key: str = ""
-    gcs_port: int | None = None
-    worker_ports: int = 0
-    temp: Path | None = None
-    command: tuple[str, ...] = ()
 
 
 class Node:
@@ -76,7 +52,8 @@ class Node:
         self.log = options.folder / f"node-{options.name}.log"
         self.temp = Path(tempfile.mkdtemp(prefix="gd", dir=options.temp or _short_temp()))
         self.token = options.token or options.folder.parent / "ray_token"
-        self.own = own_address(options.interface, _host(options.head_address))
+        peer = _host(options.head_address)
+        self.own = own_address(options.interface, peer) if options.ray else Interface("lo", "127.0.0.1")
         self.ports = ports.pick(ports.key_of(options.port_key or options.folder, options.name), options.worker_ports)
 
     def run(self) -> int:
@@ -85,6 +62,8 @@ class Node:
         adopt_orphans()
         try:
             self._check()
+            if not self.options.ray:
+                return self._run_alone()
             return self._run_head() if self.options.head else self._run_worker()
         except GrpoDistError as error:
             self.say(str(error))
@@ -125,7 +104,10 @@ class Node:
             for key, value in clean_env(os.environ).items()
             if not key.startswith(("PMI", "OMPI_")) and (not key.startswith("SLURM") or key in KEPT_SLURM)
         }
-        env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", **token_env(self.token)}
+        env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        # Schedulers follow SIGTERM by SIGKILL, Slurm after 30 s: a drain must have ended before.
+        env.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "20")
+        env |= token_env(self.token)
         if self.options.interface:
             env |= {key: env.get(key, value) for key, value in network_env(self.own.name).items()}
         return env
@@ -168,10 +150,19 @@ class Node:
         """Nothing of this node stays: processes, ports, session folder. What Ray's workers said is kept."""
         for pid in end_descendants(os.getpid(), 20):
             self.say(f"process {pid} did not end within 20 s of SIGKILL")
-        files.keep_logs(self.temp, self.options.folder / "ray-logs" / self.options.name)
+        files.keep_logs(
+            self.temp if self.options.ray else self.temp / "ray", self.options.folder / "ray-logs" / self.options.name
+        )
         shutil.rmtree(self.temp, ignore_errors=True)
 
     # ---- the head
+
+    def _run_alone(self) -> int:
+        """Only COMMAND, which starts a Ray of its own on this machine."""
+        self.folder.write_cluster(session=f"{self.temp}/ray", token=str(self.token), head=self.options.name)
+        code = self._run_command({"RAY_TMPDIR": str(self.temp)})
+        self.folder.write_exit(code, "the run ended" if code == 0 else f"the run ended with {code}")
+        return code
 
     def _run_head(self) -> int:
         options = self.options
@@ -187,7 +178,7 @@ class Node:
         if self.signal is not None:
             self.folder.write_exit(130, f"stopped by {self.signal.name} before the run began")
             return 130
-        code = self._run_command(address)
+        code = self._run_command({"RAY_ADDRESS": address})
         self.folder.write_exit(code, "the run ended" if code == 0 else f"the run ended with {code}")
         return code
 
@@ -213,8 +204,8 @@ class Node:
         if self.signal is not None:
             raise InterruptedError
 
-    def _run_command(self, address: str) -> int:
-        env = self._environment() | {"RAY_ADDRESS": address, "GRPO_LAUNCH_FOLDER": str(self.options.folder)}
+    def _run_command(self, more: dict[str, str]) -> int:
+        env = self._environment() | {"GRPO_LAUNCH_FOLDER": str(self.options.folder)} | more
         self.say("starting " + " ".join(self.options.command))
         with (self.options.folder / "driver.log").open("ab") as log:
             driver = subprocess.Popen(
@@ -244,7 +235,7 @@ class Node:
     # ---- the others
 
     def _run_worker(self) -> int:
-        address = self.options.head_address or self._wait_for_head()
+        address = self._wait_for_head()
         if self.signal is not None or address is None:
             return 0 if self.signal is None else 128 + self.signal
         self._start_ray(address)
@@ -274,15 +265,15 @@ class Node:
 
     def _wait_for_head(self) -> str | None:
         self.folder.set_state(self.options.name, "waiting for the head", "")
-        deadline = time.monotonic() + self.options.wait
-        while (address := self.folder.head_address()) is None:
+        deadline, told = time.monotonic() + self.options.wait, self.options.head_address
+        while (address := told or self.folder.head_address()) is None or not answers(address):
             if self.folder.exit_code() is not None or self.signal is not None:
                 return None
             if time.monotonic() > deadline:
-                raise GrpoDistError(
-                    f"no head within {self.options.wait:g} s: {self.folder.path / 'cluster.json'} did not appear. "
-                    "Is that folder on storage that every node shares?"
-                )
+                why = f"{self.folder.path / 'cluster.json'} did not appear; is that on storage that all nodes share?"
+                if address:
+                    why = f"{address} does not answer from here; set `interface` if the head has several networks"
+                raise GrpoDistError(f"no head within {self.options.wait:g} s: {why}")
             time.sleep(0.5)
         return address
 
@@ -297,40 +288,6 @@ def _host(address: str | None) -> str | None:
     return address.rsplit(":", 1)[0] if address else None
 
 
-def parse(arguments: Sequence[str] | None = None) -> NodeOptions:
-    parser = argparse.ArgumentParser(prog="grpo_dist.launch.node", description="Run one node of a cluster.")
-    add = parser.add_argument
-    add("--folder", type=Path, required=True, help="folder of this attempt, on storage that every node shares")
-    add("--name", required=True, help="name of this node, unique in the cluster")
-    add("--role", required=True, help="becomes the label grpo.dev/role")
-    add("--head", action="store_true", help="this node is the head and runs COMMAND")
-    add("--expect", default="", help="head: names of all nodes, comma separated; waits for them")
-    add("--head-address", help="others: HOST:PORT of the head, instead of reading cluster.json")
-    add("--interface", help="network interface, address or network to use")
-    add("--cpus", type=float)
-    add("--gpus", type=float)
-    add("--object-store", type=int, help="bytes of Ray's object store")
-    add("--label", action="append", default=[], help="more labels, key=value")
-    add("--token", type=Path, help="token file; by default ray_token beside the folder")
-    add("--wait", type=float, default=600, help="limit for the nodes to come together")
-    add("--grace", type=float, default=600, help="seconds the run has to save when asked to stop")
-    add("--port-key", default="", help="what the port block is derived from, such as the job id")
-    add("--gcs-port", type=int, help="fixed port of the head")
-    add("--worker-ports", type=int, default=0, help="size of a fixed range for workers; 0: any free port")
-    add("--temp", type=Path, help="folder for Ray's session (short path)")
-    add("command", nargs="*", help="head: the run, after --")
-    one = parser.parse_args(arguments)
-    if one.head and not one.command:
-        parser.error("--head needs a COMMAND after --")
-    return NodeOptions(
-        folder=one.folder, name=one.name, role=one.role, head=one.head, head_address=one.head_address,
-        expect=tuple(filter(None, one.expect.split(","))), interface=one.interface, cpus=one.cpus, gpus=one.gpus,
-        object_store=one.object_store, labels=dict(label.split("=", 1) for label in one.label), token=one.token,
-        wait=one.wait, grace=one.grace, port_key=one.port_key, gcs_port=one.gcs_port, worker_ports=one.worker_ports,
-        temp=one.temp, command=tuple(one.command),
-    )  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -338,8 +295,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         node = Node(options)
     except (GrpoDistError, OSError) as error:
         print(f"[{options.name}] {error}", flush=True)
-        files.AttemptFolder(options.folder).set_state(options.name, "failed", str(error))
-        return getattr(error, "exit_code", 1)
+        folder, code = files.AttemptFolder(options.folder), getattr(error, "exit_code", 1)
+        folder.set_state(options.name, "failed", str(error))
+        if options.head:
+            folder.write_exit(code, str(error))
+        return code
     return node.run()
 
 

@@ -23,7 +23,7 @@ from grpo_dist.launch.netinfo import (
     main,
     network_env,
 )
-from grpo_dist.launch.node import parse
+from grpo_dist.launch.node_options import parse, role_at
 from grpo_dist.launch.processes import descendants, end_descendants, is_running, started_at
 from grpo_dist.launch.tokens import check_token, clean_env, token_env, write_token
 
@@ -305,3 +305,25 @@ def test_a_process_that_reuses_a_pid_is_another_one() -> None:
     assert is_running(os.getpid(), started_at(os.getpid()))
     assert not is_running(os.getpid(), "1")
     assert end_descendants(10**9, 0) == []
+
+
+def test_roles_by_index_the_first_is_the_head() -> None:
+    assert [role_at("learner:2,rollout:1,verifier", i) for i in range(4)] == [
+        "learner",
+        "learner",
+        "rollout",
+        "verifier",
+    ]
+    with pytest.raises(UserError, match="node 3 is one more"):
+        role_at("learner:2,rollout:1", 3)
+    options = parse(["--folder", "f", "--name", "a", "--roles", "learner:1,rollout:2", "--index", "0", "--", "run"])
+    assert (options.role, options.head) == ("learner", True)
+    options = parse(["--folder", "f", "--name", "b", "--roles", "learner:1,rollout:2", "--index", "2", "--", "run"])
+    assert (options.role, options.head) == ("rollout", False)
+
+
+def test_the_scheduler_tells_name_place_and_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SLURMD_NODENAME", "n7"), ("SLURM_PROCID", "1"), ("SLURM_CPUS_ON_NODE", "12")):
+        monkeypatch.setenv(name, value)
+    options = parse(["--folder", "f", "--roles", "learner:1,rollout:1", "--", "run"])
+    assert (options.name, options.role, options.cpus) == ("n7", "rollout", 12)
