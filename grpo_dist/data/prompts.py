@@ -255,17 +255,16 @@ class _RowReader:
 
     def _answer(self, row: Row, chosen: str | None) -> Any:
         column = self.columns.answer
-        needed = self.judge is None or self.judge.needs_gold(chosen)
+        answer = json_value(row.values.get(column))
         if column not in row.values:
-            if needed:
+            if self.judge is None or self.judge.gold_problem(None, chosen) is not None:
                 self.problems.add_missing(row, column)
             return None
-        answer = json_value(row.values[column])
         if isinstance(answer, str) and lone_surrogate(answer) is not None:
             self.problems.add(row, column, "valid Unicode, without half a surrogate pair", found(answer))
         elif self.judge is not None and (wanted := self.judge.gold_problem(answer, chosen)) is not None:
             self.problems.add(row, column, wanted, found(row.values[column]))
-        elif needed and answer is None:
+        elif self.judge is None and answer is None:
             self.problems.add(row, column, "an answer", found(row.values[column]))
         return answer
 

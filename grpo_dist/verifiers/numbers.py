@@ -14,6 +14,7 @@ from fractions import Fraction
 
 _MOST_DIGITS = 1000
 _MOST_EXPONENT = 400
+_SEARCHED = 10_000
 
 # A sign belongs to its number unless something that it could be subtracted from stands before it.
 _SIGN = r"(?P<sign>(?<![\w)}\].])[+-]|(?:^|(?<==)|(?<==\s)|(?<=\())[+-]\s)?"
@@ -40,11 +41,16 @@ _NUMBER = re.compile(
 )
 # With "#" where the number was: what makes an expression of it, as opposed to a unit ("# m/s", "# cm").
 _ARITHMETIC = re.compile(
-    r"[\^!√π]|\\(?:sqrt|pi|log|ln|sin|cos|tan)\b|[+*]\s*[#A-Za-z(\\]|/\s*[#(]|#\s*/(?!\s?[A-Za-z])|#\s?[xyz]\b|[A-Za-z)]\s?-\s?#"
+    r"[\^!√π<>≤≥≠∞|]|\\(?!quad|qquad|approx)[A-Za-z]|[±∓]|[+*]\s*[#A-Za-z(\\]|/\s*[#(]|#\s*/(?!\s?[A-Za-z])|#\s?[xyz]\b|[A-Za-z)]\s?-\s?#"
 )
+_SEVERAL = re.compile(r"[,;]|\b(?:or|and)\b")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")  # one character that is a fraction
 _TEN_TO = re.compile(r"10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
-_UNIT_POWER = re.compile(r"(?:(?<=[A-Za-z])|(?<=[A-Za-z]\}))\s?(?:\^\s?(?:\{\s*-?\d\s*\}|-?\d)|[²³])|[²³]")  # cm^2: the 2 is not an answer
+_UNIT_POWER = re.compile(
+    r"(?:(?<=[A-Za-z])|(?<=[A-Za-z]\}))\s?(?:\^\s?(?:\{\s*-?\d\s*\}|-?\d)|[²³])|[²³]"
+)  # cm^2: the 2 is not an answer
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°")
 _MINUS = re.compile("[\u2212\u2012\u2013\ufe63\uff0d]")
 _TEX_GROUP_MARK = re.compile(r"(?<=\d)(?:\{,\}|\\[,!;: ]|[\u00a0\u2009\u202f' _](?=\d{3}(?:\D|$)))(?=\d{3})")
 _WRAPPER = re.compile(
@@ -54,21 +60,28 @@ _WRAPPER = re.compile(
 
 def clean(text: str) -> str:
     """The text with the writing around numbers made plain: one minus sign, no thousands marks, no wrappers."""
+    text = _VULGAR.sub(lambda one: f" {unicodedata.normalize('NFKC', one.group())} ".replace("\u2044", "/"), text)
     text = _TEN_TO.sub(lambda power: "10^{" + power.group(1).translate(_SUPERSCRIPTS) + "}", text)
-    text = _MINUS.sub("-", text)
-    text = "".join(str(unicodedata.digit(c)) if c.isdigit() and not c.isascii() and c not in "²³¹" else c for c in text)
+    text = _DEGREES.sub(" ", ascii_digits(_MINUS.sub("-", text)))
     text = _TEX_GROUP_MARK.sub("", text)
     return _UNIT_POWER.sub("", _WRAPPER.sub(" ", text))
 
 
-def numbers_in(text: str) -> list[Fraction | None]:
-    """Every number of a text, in order; None for one that is too long or divides by zero."""
-    return [_value(match) for match in _matches(clean(text))]
+def ascii_digits(text: str) -> str:
+    """The digits of every script as 0-9; superscripts stay."""
+    return text if text.isascii() else "".join(_ascii_digit(character) for character in text)
+
+
+def _ascii_digit(character: str) -> str:
+    return character if character.isascii() or not character.isdecimal() else str(unicodedata.decimal(character))
 
 
 def parse_number(text: str) -> Fraction | None:
     """The one number that a text says; None when it says none, several, or one beyond 1,000 digits."""
-    text = clean(text).rpartition("=")[2].strip()  # "x = 7", "2 + 5 = 7": what is claimed stands last
+    before, _, text = clean(text).rpartition("=")  # "x = 7", "2 + 5 = 7": what is claimed stands last
+    text = text.strip()
+    if _SEVERAL.search(before):  # "x = 3 or x = -3"
+        return None
     found = _matches(text)
     if len(found) != 1 or _ARITHMETIC.search(text.replace(found[0].group(), "#", 1)):
         return None
@@ -76,7 +89,8 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    found = _matches(clean(text))
+    """The last number in the last 10,000 characters of a text."""
+    found = _matches(clean(text[-_SEARCHED:]))
     return _value(found[-1]) if found else None
 
 

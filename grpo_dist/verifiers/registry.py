@@ -16,9 +16,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from grpo_dist.config import VerifierUse
 from grpo_dist.errors import RecipeError
@@ -29,6 +29,19 @@ class Options(BaseModel):
     """Base of every verifier's options: unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RangedOptions(Options):
+    """Of a verifier whose range the recipe declares."""
+
+    low: float = Field(0.0, description="Smallest value the part may have; one below it is refused.")
+    high: float = Field(1.0, description="Largest value the part may have; one above it is refused.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low} must be less than high {self.high}")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +68,8 @@ class Verifier:
     options: type[Options]
     low: float
     high: float
-    gold: GoldCheck | None  # (answer, options) -> what was wanted, or None when the gold will do; None: needs no gold
-    prepare: Callable[[Any], Options] | None  # options checked against the world (a module that must import, …)
+    gold: GoldCheck | None  # (answer, options) -> what was wanted, None when the gold will do; None: judges no answer
+    prepare: Callable[[Any], Options] | None  # options checked against the world; raises ValueError
 
 
 VERIFIERS: dict[str, Verifier] = {}
@@ -65,7 +78,15 @@ VERIFIERS: dict[str, Verifier] = {}
 MODULES = {
     "exact": "grpo_dist.verifiers.exact",
     "numeric": "grpo_dist.verifiers.numeric",
+    "math": "grpo_dist.verifiers.math",
+    "choice": "grpo_dist.verifiers.choice",
+    "regex": "grpo_dist.verifiers.form",
+    "format": "grpo_dist.verifiers.form",
+    "length": "grpo_dist.verifiers.form",
+    "json_schema": "grpo_dist.verifiers.form",
+    "reasoning_gym": "grpo_dist.verifiers.gym",
 }
+PREFIXES = {"python": "grpo_dist.verifiers.user", "command": "grpo_dist.verifiers.user"}  # "python:MODULE:FUNCTION"
 
 
 def register(
@@ -90,12 +111,18 @@ def register(
 
 def names() -> tuple[str, ...]:
     """Every verifier that can be named, those not loaded yet included."""
-    return tuple(sorted(set(MODULES) | set(VERIFIERS)))
+    return (*sorted(set(MODULES) | set(VERIFIERS)), "python:MODULE:FUNCTION", "command:PROGRAM")
 
 
 def find(name: str) -> Verifier:
-    """Raises KeyError for an unknown name."""
-    if name not in VERIFIERS and name in MODULES:
+    """Raises KeyError for an unknown name, ValueError for a known kind that cannot be had."""
+    if name in VERIFIERS:
+        return VERIFIERS[name]
+    kind, colon, _ = name.partition(":")
+    if colon and kind in PREFIXES:
+        verifier: Verifier = importlib.import_module(PREFIXES[kind]).resolve(name)
+        return verifier
+    if name in MODULES:
         importlib.import_module(MODULES[name])
     return VERIFIERS[name]
 
@@ -133,6 +160,8 @@ def _entry(use: VerifierUse, key: str) -> tuple[Entry | None, list[str]]:
         near = difflib.get_close_matches(use.name, names(), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return None, [f"{key}.name: no verifier is called {use.name!r} (there are: {', '.join(names())}){hint}"]
+    except ValueError as error:
+        return None, [f"{key}.name: {error}"]
     try:
         options = verifier.options.model_validate(use.options)
     except ValidationError as error:
@@ -198,12 +227,6 @@ class Judge:
         others = [entry for entry in self.entries if entry.verifier.gold is None]
         return (*taken, *others)
 
-    def needs_gold(self, chosen: str | None) -> bool:
-        try:
-            return any(entry.verifier.gold is not None for entry in self.applicable(chosen))
-        except (KeyError, ValueError):
-            return True  # gold_problem says what is wrong with the choice
-
     def gold_problem(self, answer: Any, chosen: str | None = None) -> str | None:
         """What a gold answer had to be, if this one will not do for the verifiers of its row."""
         try:
@@ -256,7 +279,10 @@ def _open_gate(entry: Entry, said: dict[str, bool | None]) -> Part | None:
 
 
 def _refuse_out_of_range(entry: Entry, value: float) -> None:
+    options = entry.options
     low, high = entry.verifier.low, entry.verifier.high
+    if isinstance(options, RangedOptions):
+        low, high = options.low, options.high
     if not math.isfinite(value) or not low <= value <= high:
         raise ValueError(f"{entry.label} gave {value}, outside its declared range [{low}, {high}]")
 

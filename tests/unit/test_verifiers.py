@@ -44,8 +44,8 @@ def test_exact(completion: str, gold: Any, expected: bool) -> None:
 
 @pytest.mark.parametrize(
     ("completion", "gold", "expected"),
-    [("12,20,26#26", "26", True), ("#26", "26", True), ("26", "26", False), ("#25#26", "26", True), ("#26#25", "26", False),
-     ("#", "26", False), ("#26 ", "26", True), ("#26#", "26", False)],
+    [("12,20,26#26", "26", True), ("#26", "26", True), ("26", "26", False), ("#25#26", "26", True),
+     ("#26#25", "26", False), ("#", "26", False), ("#26 ", "26", True), ("#26#", "26", False)],
 )  # fmt: skip
 def test_exact_after_a_marker(completion: str, gold: str, expected: bool) -> None:
     assert right("exact", completion, gold, after="#") is expected
@@ -81,9 +81,11 @@ def test_gold_problems() -> None:
         (r"\boxed{5}", "5"), (r"\boxed{5} no, \boxed{7}", "7"), (r"\boxed{7} then \boxed{8", "7"), (r"\boxed{8", None),
         (r"\fbox{42}", "42"), (r"\boxed {42}", "42"), (r"\boxed 7", "7"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{\text{E}}", r"\text{E}"), (r"<answer>\boxed{5}</answer>", "5"), ("<answer>5</answer>", "5"),
-        ("<answer>5", None), ("<ANSWER> 5 </ANSWER>", "5"), (r"\boxed{5} <answer>6</answer>", "6"), ("#### 42\nbye", "42"),
+        ("<answer>5", None), ("<ANSWER> 5 </ANSWER>", "5"), (r"\boxed{5} <answer>6</answer>", "6"),
+        ("#### 42\nbye", "42"),
         ("#### 42 ", "42"), ("x #### 42", None), (r"#### 1" "\n" r"\boxed{2}", "2"), (r"\boxed{2}" "\n#### Notes", "2"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{}", None), (r"\boxed{3} \boxed{}", "3"), (r"\boxed{\boxed{4}}", "4"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{}", None), (r"\boxed{3} \boxed{}", "3"),
+        (r"\boxed{\boxed{4}}", "4"),
         ("nothing", None), ("", None),
     ],
 )  # fmt: skip
