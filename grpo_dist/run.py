@@ -71,7 +71,8 @@ class Run:
         self._saved_step: int | None = state.step if state.step else None
         self._learner_clean = True  # the learner holds exactly state.step: False from an update's start to its commit
         self._stop: signal.Signals | None = None
-        self._fresh_weights = True  # no update since the engines were checked against the learner
+        # Until the first update, samples and learner have the same weights; groups of a former process may be older.
+        self._fresh_weights = not state.buffered
         self._skipped_in_a_row = 0
         self._advisor = Advisor()
 
@@ -110,6 +111,7 @@ class Run:
         self.console.waiting("workers to start")
         self.fleet = await Fleet.start(self.recipe, model, here, event=self.folder.append_event, tell=self.console.say)
         stack.push_async_callback(self.fleet.end)
+        self.console.say(f"sampling: {self.fleet.effective_sampling()}")
         if checkpoint is not None:
             self.console.waiting(f"the learner to load {checkpoint.name}")
             await self.fleet.learner.load(checkpoint)
@@ -213,6 +215,22 @@ class Run:
             seconds=self.state.seconds + time.monotonic() - self.clock.began,
             buffered=(),
         )
+
+    async def publish_first(self) -> None:
+        """The publication that every start begins with. Unless a checkpoint was loaded, engines and learner have read
+        the same folder, so the engines' own checksums must come out as they were: names, fusion, shards and types all fit.
+
+        Raises:
+            SelfCheckError: an engine holds other weights after it.
+        """
+        before = await self.fleet.checksums()
+        await self.publish()
+        after = await self.fleet.checksums()
+        if self.state.step == 0 and (wrong := sorted(name for name in before if before[name] != after[name])):
+            raise SelfCheckError(
+                f"publishing unchanged weights changed the weights of {', '.join(wrong)}: the learner's tensors do not "
+                "land in the engine as its own loader puts them (names, fusion, shards or types)"
+            )
 
     async def publish(self) -> WeightUpdate:
         """The learner's weights, as version ``state.step``, to every engine."""

@@ -19,7 +19,7 @@ from grpo_dist.run import Run
 
 async def train(recipe: Recipe) -> None:
     async with Run.open(recipe) as run:
-        await run.publish()  # an identity publication: every engine proves that it holds the learner's weights
+        await run.publish_first()  # an identity publication: every engine proves that it holds the learner's weights
         await run.maybe_evaluate(force=run.state.step == 0)
         async with run.pipeline() as pipeline, run.saving_on_failure(pipeline):
             for step in run.remaining_steps():

@@ -207,6 +207,18 @@ class Fleet:
             verify_every=self.recipe.weights.verify_every, limit_seconds=limit,
         )  # fmt: skip
 
+    async def checksums(self) -> dict[str, Any]:
+        """Each engine's own checksums of what it holds, by engine. On CPU packed linear layers are not in them."""
+        return await self.rollouts.all("checksums", seconds=self.recipe.faults.publish_seconds)
+
+    def effective_sampling(self) -> str:
+        """What the engines really sample training rollouts with, as they said it themselves."""
+        info = next(iter(self.rollouts.members.values())).info
+        ignored = info["generation_config_ignored"]
+        return ", ".join(f"{key} {value}" for key, value in info["sampling"].items()) + (
+            f"; the model folder's generation_config asks for {ignored}, which is not used" if ignored else ""
+        )
+
     def endpoints(self) -> list[EngineEndpoint]:
         return [
             EngineEndpoint(m.name, m.actor, m.info["world_size"], m.info["incarnation"])

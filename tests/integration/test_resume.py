@@ -1,0 +1,210 @@
+"""Durable state, with the real command: killed at any moment, stopped by signals, damaged on disk, resumed."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.config import Recipe
+from tests.integration.runs import Command, command, events, jsonl, metrics, recipe_for, rollouts, write_recipe
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+STEPS = 8
+ROWS = 12  # with 4 groups a step: an epoch has 3 steps
+# What depends on the clock, on the machine, or on how often the run was started.
+CLOCK = ("time", "seconds", "per_second", "idle_fraction", "restarts")
+
+
+def whole(out: Path, model: Path, name: str, **sections: dict[str, Any]) -> Recipe:
+    base: dict[str, dict[str, Any]] = {
+        "run": {"name": name, "steps": STEPS},
+        "checkpoint": {"every": 1, "keep": 2},
+        "data": {"source": str(out / "rows.jsonl"), "columns": {"id": "id"}, "max_prompt_tokens": 16},
+        "tracking": {"wandb": {"mode": "offline"}},
+        "faults": {"collective_seconds": 60},
+    }
+    for key, values in sections.items():
+        base.setdefault(key, {}).update(values)
+    return recipe_for(out, model, **base)
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if not any(word in k for word in CLOCK)} for row in metrics(run)]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(p.name for p in (run / "checkpoints").glob("[0-9]*") if p.is_dir() and "." not in p.name)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.integration.runs import write_rows
+
+    folder = tmp_path_factory.mktemp("resume")
+    write_rows(folder / "rows.jsonl", rows=ROWS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(out: Path, tiny_model: Path) -> Recipe:
+    """The run that nothing happens to."""
+    recipe = whole(out, tiny_model, "straight")
+    with command("train", str(write_recipe(out / "straight.yaml", recipe)), cwd=out) as run:
+        assert run.wait(240) == 0, run.output
+        run.nothing_left()
+    return recipe
+
+
+def test_the_undisturbed_run(straight: Recipe) -> None:
+    assert [row["step"] for row in metrics(straight.run_dir)] == list(range(1, STEPS + 1))
+    assert checkpoints(straight.run_dir) == ["000007", "000008"]
+    assert (straight.run_dir / "checkpoints" / "latest").exists()
+    trained = [row["group_id"] for step in rollouts(straight.run_dir) for row in step if row["index"] == 0]
+    assert trained == list(range(STEPS * 4))
+
+
+MOMENTS = ("start", "rollouts", "save", "save", "any", "any", "any", "any", "any", "any")
+
+
+def test_killed_ten_times_it_ends_as_if_nothing_had_happened(straight: Recipe, out: Path, tiny_model: Path) -> None:
+    """kill -9 of the driver: while workers start, in the first step, inside saves, and at random moments."""
+    chance = random.Random(7)
+    recipe = whole(out, tiny_model, "killed")
+    file = write_recipe(out / "killed.yaml", recipe)
+    run_dir = recipe.run_dir
+    for moment in MOMENTS:
+        reached = len(metrics(run_dir))
+        if reached >= STEPS:
+            break
+        with command("train", str(file), "--resume", cwd=out) as run:
+            _wait_for(moment, run, run_dir, reached, chance)
+            run.process.send_signal(signal.SIGKILL)
+            run.wait(10)
+            run.nothing_left()
+    with command("train", str(file), "--resume", cwd=out) as run:
+        assert run.wait(240) == 0, run.output
+        run.nothing_left()
+    assert numbers(run_dir) == numbers(straight.run_dir)
+    assert rollouts(run_dir) == rollouts(straight.run_dir)
+    for epoch in range(STEPS * 4 // ROWS):  # each prompt once per whole epoch
+        rows = [row for step in rollouts(run_dir) for row in step if row["index"] == 0]
+        assert len({row["prompt_id"] for row in rows[epoch * ROWS : (epoch + 1) * ROWS]}) == ROWS
+    assert checkpoints(run_dir) == ["000007", "000008"]
+    assert not list((run_dir / "checkpoints").glob("*.tmp"))
+
+
+def _wait_for(moment: str, run: Command, run_dir: Path, reached: int, chance: random.Random) -> None:
+    started = len(events(run_dir, "engine_started"))
+    if moment == "start":
+        run.until(lambda: "Ray" in run.output or len(events(run_dir, "verifier_started")) > 0, 120, "start of Ray")
+        return
+    run.until(lambda: len(events(run_dir, "engine_started")) > started, 180, "start of the engine")
+    if moment == "rollouts":
+        run.until(lambda: len(events(run_dir, "published")) > 0, 60, "first publication")
+    elif moment == "save":
+        run.until(lambda: bool(list((run_dir / "checkpoints").glob("*.tmp"))), 60, "a save")
+    else:
+        import time
+
+        time.sleep(chance.uniform(0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGUSR1, 85)], ids=lambda v: str(v)
+)
+def test_a_signal_ends_the_step_saves_and_leaves(
+    number: signal.Signals, code: int, straight: Recipe, out: Path, tiny_model: Path
+) -> None:
+    recipe = whole(out, tiny_model, f"stopped-{number.name}", checkpoint={"every": 0})
+    file = write_recipe(out / f"{number.name}.yaml", recipe)
+    with command("train", str(file), cwd=out) as run:
+        run.until(lambda: len(metrics(recipe.run_dir)) >= 2, 240, "two steps")
+        run.process.send_signal(number)
+        assert run.wait(60) == code, run.output
+        assert "saved" in run.output
+        run.nothing_left()
+    step = metrics(recipe.run_dir)[-1]["step"]
+    assert checkpoints(recipe.run_dir) == [f"{step:06d}"]
+    if number is signal.SIGUSR1:  # a scheduler starts it again: the same run, the same W&B run
+        ids = _wandb_ids(recipe.run_dir)
+        with command("train", str(file), "--resume", cwd=out) as run:
+            assert run.wait(240) == 0, run.output
+        assert numbers(recipe.run_dir) == numbers(straight.run_dir)
+        assert _wandb_ids(recipe.run_dir) == ids
+        assert len(ids) == 1
+
+
+def _wandb_ids(run_dir: Path) -> set[str]:
+    return {folder.name.rsplit("-", 1)[-1] for folder in (run_dir / "wandb").glob("offline-run-*")}
+
+
+def test_a_second_signal_leaves_at_once(out: Path, tiny_model: Path) -> None:
+    recipe = whole(out, tiny_model, "twice", rollout={"sampling": {"max_tokens": 200}, "groups_per_step": 12})
+    with command("train", str(write_recipe(out / "twice.yaml", recipe)), cwd=out) as run:
+        run.until(lambda: len(metrics(recipe.run_dir)) >= 1, 240, "a step")
+        run.process.send_signal(signal.SIGTERM)
+        run.until(lambda: "SIGTERM" in run.output, 20, "the first signal's line")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(30) == 130, run.output
+        run.nothing_left()
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(straight: Recipe, out: Path, tiny_model: Path) -> None:
+    recipe = whole(out, tiny_model, "damaged", run={"steps": 4})
+    file = write_recipe(out / "damaged.yaml", recipe)
+    with command("train", str(file), cwd=out) as run:
+        assert run.wait(240) == 0, run.output
+    shard = max((p for p in (recipe.run_dir / "checkpoints/000004").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with command("train", str(file), "run.steps=8", "--resume", cwd=out) as run:
+        assert run.wait(240) == 0, run.output
+        assert "checkpoint refused" in run.output
+        assert shard.name in run.output
+    assert events(recipe.run_dir, "resumed")[-1]["step"] == 3
+    assert numbers(recipe.run_dir) == numbers(straight.run_dir)
+
+
+def test_another_number_of_ranks_goes_on_from_the_same_checkpoint(straight: Recipe, out: Path, tiny_model: Path) -> None:
+    recipe = whole(out, tiny_model, "resized", run={"steps": 4})
+    file = write_recipe(out / "resized.yaml", recipe)
+    with command("train", str(file), cwd=out) as run:
+        assert run.wait(240) == 0, run.output
+    with command("train", str(file), "run.steps=6", "learner.ranks=2", "--resume", cwd=out) as run:
+        assert run.wait(240) == 0, run.output
+    mine, theirs = numbers(recipe.run_dir)[4:6], numbers(straight.run_dir)[4:6]
+    for one, other in zip(mine, theirs, strict=True):
+        for key in ("train/loss", "train/grad_norm", "rollout/reward_mean"):
+            assert one[key] == pytest.approx(other[key], abs=1e-5, rel=1e-5), key
+
+
+@pytest.mark.parametrize("role", ["rollout", "learner", "verifier"])
+def test_a_lost_worker_ends_the_run_with_one_sentence_and_a_good_checkpoint(role: str, out: Path, tiny_model: Path) -> None:
+    import os
+
+    recipe = whole(out, tiny_model, f"lost-{role}", run={"steps": 2000}, checkpoint={"every": 5, "keep": 1})
+    with command("train", str(write_recipe(out / f"lost-{role}.yaml", recipe)), cwd=out) as run:
+        run.until(lambda: len(metrics(recipe.run_dir)) >= 7, 240, "seven steps")
+        noun = "engine" if role == "rollout" else role
+        os.kill(events(recipe.run_dir, f"{noun}_started")[-1]["pid"], signal.SIGKILL)
+        assert run.wait(90) == 1, run.output
+        assert f"{role} worker {role}-0 was lost" in run.output.splitlines()[-1] + run.output.splitlines()[-2], run.output
+        assert "Traceback" not in run.output
+        run.nothing_left()
+    step = metrics(recipe.run_dir)[-1]["step"]
+    saved = checkpoints(recipe.run_dir)
+    assert len(saved) == 1
+    assert int(saved[0]) >= step - 1 if role != "learner" else int(saved[0]) % 5 == 0
+    assert events(recipe.run_dir, f"{noun}_lost")
+
+
+def test_records_hold_no_step_twice_after_all_this(straight: Recipe, out: Path) -> None:
+    for run_dir in out.glob("*/"):
+        steps = [row["step"] for row in jsonl(run_dir / "metrics.jsonl")]
+        assert steps == list(range(1, len(steps) + 1)), run_dir.name
