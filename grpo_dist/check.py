@@ -262,15 +262,25 @@ def _disk(recipe: Recipe, parameters: int | None, report: CheckReport) -> None:
                 f"run.out {recipe.run.out}: {_bytes(free)} free, checkpoints need about {_bytes(need)} "
                 f"(checkpoint.keep {recipe.checkpoint.keep} + the one being written)"
             )
+    problem, warning = ray_temp_room()
+    report.problems += [problem] if problem else []
+    report.warnings += [warning] if warning else []
+
+
+def ray_temp_room() -> tuple[str | None, str | None]:
+    """(problem, warning) about the disk that a Ray started here writes to; (None, None) when another is joined."""
+    if os.environ.get("RAY_ADDRESS"):
+        return None, None
     temp = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     left = free_bytes(temp)
-    if left < RAY_TEMP_NEEDED and not os.environ.get("RAY_ADDRESS"):
-        report.problems.append(
+    if left < RAY_TEMP_NEEDED:
+        return (
             f"{temp}: {_bytes(left)} free, Ray writes logs and spills objects there and needs "
             f"{_bytes(RAY_TEMP_NEEDED)}; free some, or set RAY_TMPDIR to a folder with room"
-        )
-    elif left < RAY_TEMP_WANTED:
-        report.warnings.append(f"{temp}: only {_bytes(left)} free; Ray writes logs and spills objects there")
+        ), None
+    if left < RAY_TEMP_WANTED:
+        return None, f"{temp}: only {_bytes(left)} free; Ray writes logs and spills objects there"
+    return None, None
 
 
 def _folder(recipe: Recipe, report: CheckReport) -> None:

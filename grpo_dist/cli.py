@@ -43,8 +43,14 @@ def train(
 ) -> None:
     """Train to the end of the recipe."""
     loaded = load_recipe(recipe, [*(overrides or ()), *(["run.resume=true"] if resume else ())])
+    from grpo_dist.check import ray_temp_room
     from grpo_dist.train import run
 
+    problem, warning = ray_temp_room()
+    if problem is not None:
+        raise UserError(problem)
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr)
     status = run(loaded)
     if status == 0 and loaded.model.path == "quickstart":
         from grpo_dist.quickstart.summary import closing_words

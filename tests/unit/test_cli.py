@@ -200,10 +200,11 @@ class TestCheck:
 
         monkeypatch.setattr(check, "RAY_TEMP_NEEDED", 1 << 60)
         monkeypatch.setenv("RAY_TMPDIR", "/tmp")
-        status, _, err = run(capfd, "check", str(recipe_file))
-        assert status == 2
-        assert "/tmp: " in err
-        assert "set RAY_TMPDIR to a folder with room" in err
+        for verb in ("check", "train"):
+            status, _, err = run(capfd, verb, str(recipe_file))
+            assert status == 2
+            assert "/tmp: " in err
+            assert "set RAY_TMPDIR to a folder with room" in err
 
     def test_a_disk_too_small_for_checkpoints(
         self, capfd: pytest.CaptureFixture[str], recipe_file: Path, monkeypatch: pytest.MonkeyPatch
