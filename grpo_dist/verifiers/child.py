@@ -32,6 +32,7 @@ from grpo_dist.errors import RecipeError
 from grpo_dist.types import Verdict, VerifyItem
 from grpo_dist.verifiers.registry import Judge, build
 
+_SWEEP_SECONDS = 1.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,7 +72,7 @@ class Nursery:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the loop: nobody stays a zombie
         control = self.control.fileno()
         while True:
-            ready, _, _ = select.select([control, wake_read], [], [])
+            ready, _, _ = select.select([control, wake_read], [], [], _SWEEP_SECONDS)
             if wake_read in ready:
                 os.read(wake_read, 4096)
             self.reap()
@@ -82,6 +83,16 @@ class Nursery:
         with suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
                 self.children.discard(pid)
+
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Kill what a child has left behind: orphans come to this process, which has forked none but its children."""
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as line:
+            for pid in map(int, line.read().split()):
+                if pid not in self.children:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
     def serve(self) -> bool:
         """One read of the control socket; False at its end."""

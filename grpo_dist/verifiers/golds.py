@@ -6,6 +6,7 @@ A number and its digits are one answer (3, "3"); a float with a whole value is a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -16,6 +17,8 @@ def gold_forms(answer: Any) -> tuple[str, ...]:
     if isinstance(answer, int):
         return (str(answer),)
     if isinstance(answer, float):
+        if not math.isfinite(answer):
+            return ()
         return (str(int(answer)), repr(answer)) if answer.is_integer() and abs(answer) < 1e15 else (repr(answer),)
     if isinstance(answer, str) and answer.strip():
         return (answer.strip(),)

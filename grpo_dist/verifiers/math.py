@@ -130,7 +130,7 @@ def math(item: VerifyItem, options: MathOptions) -> Part:
         return right_or_wrong(_is_readable(marked.text) and equal(gold, marked.text, options.digits))
     if marked.opened or options.fallback == "none":
         return right_or_wrong(False)
-    return right_or_wrong(_equal_to_what_is_found(gold, item.completion[-_SEARCHED:], options.digits))
+    return right_or_wrong(_equal_to_what_is_found(gold, item.completion.rstrip()[-_SEARCHED:], options.digits))
 
 
 def _is_readable(text: str) -> bool:

@@ -90,7 +90,7 @@ def parse_number(text: str) -> Fraction | None:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in the last 10,000 characters of a text."""
-    found = _matches(clean(text[-_SEARCHED:]))
+    found = _matches(clean(text.rstrip()[-_SEARCHED:]))
     return _value(found[-1]) if found else None
 
 

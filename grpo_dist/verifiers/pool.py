@@ -89,6 +89,7 @@ class VerifierPool:
         self.uses, self.timeout, self.memory_bytes = tuple(uses), timeout, memory_bytes
         self.counts = Counts()
         self._places = _Places(children, spares)
+        self._most_idle = children
         self._idle: list[_Child] = []
         self._nursery: _Nursery | None = None
         self._starting = asyncio.Lock()
@@ -152,7 +153,7 @@ class VerifierPool:
         finally:
             judging.cancel()
             place.settle()
-            if kept:
+            if kept and len(self._idle) < self._most_idle:
                 self._idle.append(child)
             else:
                 self._discard(child)

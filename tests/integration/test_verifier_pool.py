@@ -54,8 +54,8 @@ async def gone(pids: list[int]) -> bool:
 
 def test_verdicts_come_back_in_order() -> None:
     async def body(pool: VerifierPool) -> None:
-        verdicts = await pool.score([item(r"\boxed{4}" if i % 3 == 0 else "5") for i in range(60)])
-        assert [verdict.reward for verdict in verdicts] == [1.0 if i % 3 == 0 else 0.0 for i in range(60)]
+        verdicts = await pool.score([item(r"\boxed{4}" if i % 3 == 0 else "5") for i in range(100)])
+        assert [verdict.reward for verdict in verdicts] == [1.0 if i % 3 == 0 else 0.0 for i in range(100)]
         assert pool.counts.started == 1
 
     run(body)
@@ -112,3 +112,163 @@ def test_close_leaves_no_child() -> None:
 
     run(body, children=3)
     assert asyncio.run(gone(seen))
+
+
+TOWER = r"\boxed{7^{7^{7^{7}}}}"
+
+
+def test_one_endless_answer_holds_up_nobody() -> None:
+    async def body(pool: VerifierPool) -> None:
+        done: list[str] = []
+
+        async def one(completion: str, name: str) -> Any:
+            (verdict,) = await pool.score([item(completion, name=name)])
+            done.append(name)
+            return verdict
+
+        verdicts = await asyncio.gather(one(TOWER, "tower"), *(one(r"\boxed{4}", f"easy {i}") for i in range(9)))
+        assert done[-1] == "tower"
+        assert verdicts[0].reward is None
+        assert verdicts[0].timed_out
+        assert "no verdict within 3 s" in (verdicts[0].error or "")
+        assert [verdict.reward for verdict in verdicts[1:]] == [1.0] * 9
+
+    run(body, [{"name": "math"}], timeout=3.0)
+
+
+def test_stuck_children_are_replaced_and_the_pool_is_its_size_again() -> None:
+    async def body(pool: VerifierPool) -> None:
+        verdicts = await pool.score([*[item(TOWER)] * 4, *[item(r"\boxed{4}")] * 20])
+        assert [verdict.timed_out for verdict in verdicts] == [True] * 4 + [False] * 20
+        assert [verdict.reward for verdict in verdicts[4:]] == [1.0] * 20
+        assert pool.counts.timeouts == 4
+        assert pool.counts.verdicts == 24
+        assert len(pool.pids) <= 2
+        assert pool._nursery is not None
+        children = Path(f"/proc/{pool._nursery.process.pid}/task/{pool._nursery.process.pid}/children")
+        for _ in range(100):
+            if len(children.read_text().split()) <= 2:
+                break
+            await asyncio.sleep(0.05)
+        assert len(children.read_text().split()) <= 2
+
+    run(body, [{"name": "math"}], timeout=2.0, children=2)
+
+
+@pytest.mark.parametrize("children", [1, 2, 8])
+def test_waiting_is_not_charged(children: int) -> None:
+    """64 answers that take 0.05 s each, under a limit of 2 s: one by one, the last waits for longer than that."""
+
+    async def body(pool: VerifierPool) -> None:
+        verdicts = await pool.score([item("x") for _ in range(64)])
+        assert [verdict.reward for verdict in verdicts] == [1.0] * 64
+        assert pool.counts.timeouts == 0
+
+    run(body, [{"name": "python:pool_rewards:slow"}], timeout=2.0, children=children)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "pool_rewards.py").write_text(
+        "import ctypes, os, signal, subprocess, sys, time\n"
+        "def slow(item):\n"
+        "    time.sleep(0.05)\n"
+        "    return True\n"
+        "def do(item):\n"
+        "    exec(item.completion, globals())\n"
+        "    return True\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+MISBEHAVIOUR = {
+    "while True: pass": "no verdict within",
+    "time.sleep(1000)": "no verdict within",
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)": "no verdict within",
+    "os.kill(os.getpid(), signal.SIGSTOP)": "no verdict within",
+    "sum(9**9**9 for _ in range(9))": "no verdict within",  # inside one C call
+    "os._exit(0)": "died, twice",
+    "os.kill(os.getpid(), signal.SIGKILL)": "died, twice",
+    "ctypes.string_at(0)": "died, twice",
+    "bytearray(8 << 30)": "MemoryError",
+    "[0] * (1 << 30)": "MemoryError",
+    "def f(): f()\nf()": "RecursionError",
+    "raise KeyError('x')": "KeyError",
+    "sys.exit(3)": "SystemExit",
+    "raise KeyboardInterrupt": "KeyboardInterrupt",
+    "str(10**6000)": "ValueError",
+    "raise ValueError('\\ud800' * 1000)": "ValueError",
+}
+
+
+def test_every_misbehaviour_costs_only_its_own_sample() -> None:
+    async def body(pool: VerifierPool) -> None:
+        bad = [item(code, name=code) for code in MISBEHAVIOUR]
+        verdicts = await pool.score([one for pair in zip(bad, [item("1")] * len(bad), strict=True) for one in pair])
+        for code, verdict in zip(MISBEHAVIOUR, verdicts[::2], strict=True):
+            assert verdict.reward is None, code
+            assert MISBEHAVIOUR[code] in (verdict.error or ""), (code, verdict.error)
+        assert [verdict.reward for verdict in verdicts[1::2]] == [1.0] * len(bad)
+        assert len(pool.pids) <= 2
+        assert len(pool.counts.slowest) == 10
+
+    run(body, [{"name": "python:pool_rewards:do"}], timeout=1.5, children=2, memory_bytes=1 << 30)
+
+
+def test_what_a_verifier_starts_goes_with_it(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    start = (
+        f"p = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(p.pid, file=open({str(note)!r}, 'a'))"
+    )
+
+    async def body(pool: VerifierPool) -> None:
+        write = f"print(os.getpid(), file=open({str(note)!r}, 'a'))"
+        daemon = f"os.fork() or (os.setsid(), os.fork() and os._exit(0), {write}, time.sleep(1000))"
+        verdicts = await pool.score([item(start + "\nwhile True: pass"), item(daemon), item(start + "\nos._exit(1)")])
+        assert verdicts[1].reward == 1.0
+        pids = [int(line) for line in note.read_text().split()]
+        assert len(pids) >= 3
+        assert await gone(pids)
+
+    run(body, [{"name": "python:pool_rewards:do"}], timeout=1.0)
+
+
+def test_printing_does_not_mix_with_verdicts() -> None:
+    async def body(pool: VerifierPool) -> None:
+        code = "print('{\"reward\": 9}'); sys.stdout.flush(); os.write(1, b'{}\\n')"
+        assert [verdict.reward for verdict in await pool.score([item(code)] * 3)] == [1.0] * 3
+
+    run(body, [{"name": "python:pool_rewards:do"}])
+
+
+def test_killed_in_the_middle_every_sample_is_scored_once() -> None:
+    async def body(pool: VerifierPool) -> None:
+        await pool.start()
+        scoring = asyncio.ensure_future(pool.score([item("x", name=str(i)) for i in range(100)]))
+        for _ in range(6):
+            await asyncio.sleep(0.25)
+            for pid in pool.pids[:1]:
+                os.kill(pid, signal.SIGKILL)
+        verdicts = await scoring
+        assert [verdict.reward for verdict in verdicts] == [1.0] * 100
+        assert pool.counts.verdicts == 100
+        assert pool.counts.deaths >= 3
+
+    run(body, [{"name": "python:pool_rewards:slow"}], children=2)
+
+
+def test_a_cancelled_call_leaves_its_places_free() -> None:
+    async def body(pool: VerifierPool) -> None:
+        scoring = asyncio.ensure_future(pool.score([item("while True: pass")] * 6))
+        await asyncio.sleep(0.5)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        assert [verdict.reward for verdict in await pool.score([item("1")] * 4)] == [1.0] * 4
+        assert pool._places.free == 2
+        assert pool._places.extra == 3
+
+    run(body, [{"name": "python:pool_rewards:do"}], children=2, timeout=5.0)
