@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -54,7 +54,7 @@ class LockstepWriter:
         try:
             with open(path, "wb") as file:
                 noted = _NotingFile(file)
-                torch.save(state_dict, noted)
+                torch.save(state_dict, cast(IO[bytes], noted))
                 file.flush()
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:
@@ -68,13 +68,14 @@ class _NotingFile:
     """Keeps the error of a write: torch's writer replaces "No space left on device" by a broken position."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.error = file, None
+        self._file = file
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
             return self._file.write(data)
         except OSError as error:
-            self.error: OSError | None = error
+            self.error = error
             raise
 
     def flush(self) -> None:

@@ -34,7 +34,6 @@ from grpo_dist.learner import ds_checkpoint, self_check
 from grpo_dist.learner.ds_config import policy_config, reference_config
 from grpo_dist.learner.export import export_folder
 from grpo_dist.learner.lockstep import raise_together
-from grpo_dist.learner.mismatch import mismatch_stats
 from grpo_dist.learner.model import LogprobHead, Packed, load_model, replace_head, token_logits, token_logprobs
 from grpo_dist.learner.spec import LearnerSpec, learning_rate
 from grpo_dist.metrics import Max, Stats, merge_stats
@@ -143,17 +142,18 @@ class Zero3Policy:
         packed = Packed.of(batch, self.device)
         reference = self._reference_logprobs(packed)
         logprobs, entropy = token_logprobs(self.engine, self._head, packed)
+        if not self.spec.algorithm.entropy_bonus:
+            entropy = entropy.detach()
         if packed.is_empty:
             loss, stats = logprobs.sum() * 0.0, Stats()
         else:
             inputs = LossInputs(
                 logprobs=logprobs, advantages=packed.advantages, mask=packed.mask, segment_ids=packed.segment_ids,
-                old_logprobs=packed.behavior_logprobs, reference_logprobs=reference, entropy=entropy.detach(),
+                behavior_logprobs=packed.behavior_logprobs, reference_logprobs=reference, entropy=entropy,
             )  # fmt: skip
             loss, stats = policy_loss(
                 inputs, self.spec.algorithm, loss_tokens=loss_tokens, loss_sequences=loss_sequences
             )
-            stats |= mismatch_stats(logprobs, packed.behavior_logprobs, packed.mask)
         self.engine.backward(loss * self.spec.world, scale_wrt_gas=False)
         return stats
 
