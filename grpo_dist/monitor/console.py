@@ -107,7 +107,9 @@ class Console:
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """One finished evaluation."""
-        shown = ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in values.items() if k.startswith("eval/pass@"))
+        single = values.get("eval/k") == 1  # then pass@k says the same again
+        passes = {k: v for k, v in values.items() if k.startswith("eval/pass@") and not (single and k == "eval/pass@k")}
+        shown = ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in passes.items())
         self._evaluation = f"after step {step}: {shown}" if shown else ""
         self.say(f"evaluation after step {step}: {shown or 'no verdicts'}")
 

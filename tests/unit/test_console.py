@@ -34,13 +34,14 @@ def test_plain_lines() -> None:
         console.step(3, VALUES)
         console.evaluated(3, {"eval/pass@1": 0.75, "eval/pass@4": 0.9, "other": 1.0})
         console.say("warning: something")
+        console.evaluated(4, {"eval/pass@1": 0.75, "eval/pass@k": 0.75, "eval/k": 1})
     lines = out.getvalue().splitlines()
     assert lines[0] == (
         "step 3/20  reward 0.512  correct 50.0%  8,123 tokens/s  staleness 1  no spread 25%  loss -0.0012  "
         "1.50 s (rollout 0.70 s, learn 0.60 s, publish 0.20 s)  left 26 s"
     )
     assert lines[1] == "evaluation after step 3: pass@1 0.750, pass@4 0.900"
-    assert lines[2] == "warning: something"
+    assert lines[2:] == ["warning: something", "evaluation after step 4: pass@1 0.750"]
     assert "\x1b" not in out.getvalue()
 
 
