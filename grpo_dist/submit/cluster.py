@@ -88,8 +88,8 @@ class RoleNodes(Section):
             raise ValueError(f"{extra[0]} does not go with on: {self.on}; the nodes are described there")
         if self.hosts and "nodes" in self.model_fields_set and self.nodes != len(self.hosts):
             raise ValueError(f"nodes is {self.nodes}, but hosts has {len(self.hosts)}; leave nodes out")
-        low = self.min if self.min is not None else self.nodes
-        high = self.max if self.max is not None else self.nodes
+        low = self.min if self.min is not None else self.count
+        high = self.max if self.max is not None else self.count
         if not low <= self.count <= high:
             raise ValueError(f"nodes must lie between min and max, got min {low}, nodes {self.count}, max {high}")
         return self

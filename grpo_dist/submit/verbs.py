@@ -37,7 +37,19 @@ def backend_of(name: str) -> Backend:
         from grpo_dist.submit.slurm import SlurmBackend
 
         return SlurmBackend()
-    raise UserError(f"backend {name} cannot be submitted to")
+    if name == "kubernetes":
+        from grpo_dist.submit.kubernetes import KubernetesBackend
+
+        return KubernetesBackend()
+    if name == "ssh":
+        from grpo_dist.submit.ssh import SshBackend
+
+        return SshBackend()
+    from grpo_dist.submit import clouds
+
+    if name == "skypilot":
+        return clouds.RenderedOnly(name, "sky launch grpo.yaml --secret GRPO_RAY_TOKEN", clouds.skypilot)
+    return clouds.RenderedOnly(name, "ray up grpo.yaml", clouds.ray_up)
 
 
 def submit(
