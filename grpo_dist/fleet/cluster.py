@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import ray
 
 from grpo_dist.errors import UserError
+from grpo_dist.fleet.guard import MARK
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,35 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(ray.get_runtime_context().gcs_address, started_here=not os.environ.get("RAY_ADDRESS"))
         return
     address = os.environ.get("RAY_ADDRESS")
+    with nullcontext() if address else _guarded():
+        try:
+            _connect(address)
+            yield Cluster(ray.get_runtime_context().gcs_address, started_here=address is None)
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """Ray started inside carries a mark; a guard ends what is left of it after this block, or after this process."""
+    mark = secrets.token_hex(16)
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "grpo_dist.fleet.guard", mark],
+        stdin=subprocess.PIPE,  # never written to: its end is the end of this process
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in the terminal is not for it
+    )
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        del os.environ[MARK]
+        assert guard.stdin is not None
+        guard.stdin.close()
+
+
+def _connect(address: str | None) -> None:
     try:
         ray.init(
             address=address or "local",
@@ -59,7 +92,3 @@ def cluster() -> Iterator[Cluster]:
             f"  RAY_AUTH_MODE is {mode}; a cluster with token authentication (Ray's default since 2.5x) needs "
             "RAY_AUTH_MODE=token and the token (RAY_AUTH_TOKEN_PATH) in this environment as on every node"
         ) from error
-    try:
-        yield Cluster(ray.get_runtime_context().gcs_address, started_here=address is None)
-    finally:
-        ray.shutdown()
