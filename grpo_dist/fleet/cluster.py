@@ -49,6 +49,7 @@ def cluster() -> Iterator[Cluster]:
     with nullcontext() if address else _guarded():
         try:
             _connect(address)
+            os.environ.pop(MARK, None)  # the tracker's process is not Ray's: it may take its time to hand over
             yield Cluster(ray.get_runtime_context().gcs_address, started_here=address is None)
         finally:
             ray.shutdown()
@@ -69,7 +70,7 @@ def _guarded() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[MARK]
+        os.environ.pop(MARK, None)
         assert guard.stdin is not None
         guard.stdin.close()
 

@@ -1,6 +1,6 @@
 """Ends what is left of a Ray that this run had started, however the run ended.
 
-    driver ── pipe ──► guard: end of file (the driver is gone, kill -9 included) ─► a moment for Ray to go by itself ─► SIGKILL
+    driver ── pipe ──► guard: end of file (the driver is gone, by whatever cause) ─► a moment for Ray ─► SIGKILL
 
 Most of Ray goes with its driver. Its agents may stay for minutes when it is killed while they start. The processes are
 known by a mark in their environment, which only this Ray and its descendants have; nothing is looked up by name.
