@@ -21,7 +21,7 @@ from grpo_dist.data.prompts import PromptStream, load_prompts
 from grpo_dist.errors import GrpoDistError, UserError
 from grpo_dist.model_folder import QUICKSTART, load_config, load_tokenizer, refuse_beyond_context, resolve_model
 from grpo_dist.monitor.records import free_bytes
-from grpo_dist.types import Prompt, VerifyItem
+from grpo_dist.types import VerifyItem
 from grpo_dist.verifiers.pool import VerifierPool
 from grpo_dist.verifiers.registry import Judge, build
 
@@ -153,9 +153,6 @@ def _data(recipe: Recipe, tokenizer: Any, judge: Judge | None, report: CheckRepo
 
 def _verdicts(recipe: Recipe, judge: Judge, prompts: PromptStream, report: CheckReport) -> None:
     """One verdict per verifier that the rows use, on a row's own gold answer, through the real pool."""
-    chosen: dict[str | None, Prompt] = {}
-    for prompt in prompts.prompts():
-        chosen.setdefault(prompt.verifier, prompt)
     items = [
         VerifyItem(
             id=f"{prompt.id}/gold",
@@ -166,7 +163,7 @@ def _verdicts(recipe: Recipe, judge: Judge, prompts: PromptStream, report: Check
             verifier=prompt.verifier,
             extra=prompt.extra,
         )
-        for prompt in chosen.values()
+        for prompt in prompts.examples().values()
     ]
 
     async def score() -> list[str]:

@@ -48,6 +48,19 @@ class DataColumns(Section):
     verifier: str | None = Field(None, description="Column that names the verifier of the row.")
 
 
+class DataSource(Section):
+    """One source of a mixture; ``data.source`` and the keys beside it are the short form for a single one."""
+
+    source: str = Field(description="As data.source.")
+    split: str = Field("train", description="Split of a Hugging Face data set.")
+    subset: str | None = Field(None, description="Configuration of a Hugging Face data set, e.g. 'main'.")
+    columns: DataColumns = Field(DataColumns(), description="Which column means what in this source.")
+    verifier: str | None = Field(None, description="Verifier of all its rows that name none themselves.")
+    parameters: dict[str, Any] = Field({}, description="Of a reasoning_gym task; with size (rows, 1000) and seed (0).")
+    limit: Positive | None = Field(None, description="Only the first rows.")
+    weight: PositiveFloat = Field(1.0, description="Its share of the prompts, relative to the other sources.")
+
+
 class EvaluationData(Section):
     source: str | None = Field(None, description="Own evaluation source; otherwise rows are held out of the training one.")
     split: str = Field("test", description="Split of the evaluation source.")
@@ -55,14 +68,40 @@ class EvaluationData(Section):
 
 
 class DataSection(Section):
-    source: str = Field(description="JSONL/JSON/CSV/Parquet file, data set folder or hub name, or 'quickstart'.")
+    source: str | None = Field(
+        None, description="JSONL/JSON/CSV/Parquet file, data set folder or hub name, 'reasoning_gym:TASK', or 'quickstart'."
+    )
     split: str = Field("train", description="Split of a Hugging Face data set.")
+    subset: str | None = Field(None, description="Configuration of a Hugging Face data set, e.g. 'main'.")
+    parameters: dict[str, Any] = Field({}, description="Of a reasoning_gym task; with size (rows, 1000) and seed (0).")
+    limit: Positive | None = Field(None, description="Only the first rows of the source.")
+    mix: tuple[DataSource, ...] = Field((), description="Several sources, drawn by weight; instead of source.")
     columns: DataColumns = Field(DataColumns(), description="Which column means what.")
     template: Literal["chat", "raw"] = Field("chat", description="'chat' applies the tokenizer's chat template; 'raw' sends the text.")
     system_prompt: str | None = Field(None, description="System message put before each chat prompt.")
     max_prompt_tokens: Positive = Field(1024, description="Longer prompts, measured after the template, are dropped and counted.")
     shuffle: bool = Field(True, description="New order each epoch, fixed by run.seed; false keeps file order.")
     evaluation: EvaluationData = Field(EvaluationData(), description="Held-out prompts.")
+
+    @model_validator(mode="after")
+    def _source_or_mix(self) -> DataSection:
+        if (self.source is None) == (not self.mix):
+            raise ValueError("give data.source, or data.mix for several sources")
+        if self.mix and (self.parameters or self.limit or self.subset):
+            raise ValueError("parameters, limit and subset belong to each entry of data.mix")
+        return self
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """Every training source, a single one included."""
+        if self.source is None:
+            return self.mix
+        return (
+            DataSource(
+                source=self.source, split=self.split, subset=self.subset, columns=self.columns,
+                parameters=self.parameters, limit=self.limit,
+            ),  # fmt: skip
+        )
 
 
 class TrainSampling(Section):

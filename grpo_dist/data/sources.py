@@ -1,8 +1,9 @@
 """Where rows come from: files, data set folders and hub names -> rows that know their place, and the list of bad ones.
 
 JSONL, JSON and CSV are read here, line by line, because a message must name the line and because one column may hold
-3, "3" and 3.0. Parquet goes through pyarrow in batches; folders and hub names through ``datasets``. Nothing is judged
-here but that a row is an object; columns and golds are checked in prompts.py, and all problems end in one Problems.
+3, "3" and 3.0. Parquet goes through pyarrow in batches; folders and hub names through ``datasets``; the rows of
+``reasoning_gym:TASK`` are generated. Nothing is judged here but that a row is an object; columns and golds are checked
+in prompts.py, and all problems end in one Problems.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.config import DataSource
 from grpo_dist.errors import DataError
+from grpo_dist.verifiers.gym import KEY, task
 
 _SHOWN = 50
 
 # Sources that are code. Named, not imported: they live on a higher floor and are only needed when asked for.
+GYM = "reasoning_gym:"
 GENERATED = {"quickstart": ("grpo_dist.quickstart.task", "quickstart_rows")}
 
 
@@ -88,17 +93,21 @@ class Problems:
         raise DataError("\n".join(lines))
 
 
-def read_rows(source: str, split: str, problems: Problems) -> Iterator[Row]:
+def read_rows(source: DataSource, problems: Problems) -> Iterator[Row]:
     """The rows of a source in file order. Raises DataError when the source itself cannot be read."""
-    path = Path(source)
+    path = Path(source.source)
     reader = _READERS.get("".join(path.suffixes[-1:]).lower())
-    if reader is not None:
+    if source.source.startswith(GYM):
+        rows = gym_rows(source)
+    elif source.parameters:
+        raise DataError(f"data.parameters: only {GYM}TASK has parameters, not {source.source}")
+    elif reader is not None:
         if not path.is_file():
             raise DataError(f"data.source: there is no file {path.absolute()}")
         rows = reader(path, problems)
     else:
-        rows = _read_datasets(source, split)
-    for row in rows:
+        rows = _read_datasets(source)
+    for row in islice(rows, source.limit):
         problems.rows[row.file] = problems.rows.get(row.file, 0) + 1
         yield row
 
@@ -186,14 +195,37 @@ def _read_parquet(path: Path, problems: Problems) -> Iterator[Row]:
         raise DataError(f"{path}: not readable as Parquet: {error}") from error
 
 
-def _read_datasets(source: str, split: str) -> Iterator[Row]:
+def gym_rows(source: DataSource) -> Iterator[Row]:
+    """Rows of a procedural task, each with what the verifier `reasoning_gym` needs to build it again."""
+    name = source.source.removeprefix(GYM)
+    parameters = dict(source.parameters)
+    size, seed = parameters.pop("size", 1000), parameters.pop("seed", 0)
+    if not isinstance(size, int) or not isinstance(seed, int) or size < 1:
+        raise DataError(f"data.parameters: size and seed are whole numbers, not {size!r} and {seed!r}")
+    packed = json.dumps(parameters, sort_keys=True)
+    try:
+        rows = task(name, packed, size, seed)
+    except ImportError as error:
+        raise DataError(
+            f"data.source: {source.source} needs the package reasoning-gym (pip install reasoning-gym)"
+        ) from error
+    except ValueError as error:
+        raise DataError(f"data.source: {error}") from error
+    for index in range(size):
+        entry = rows[index]
+        origin = {"task": name, "parameters": packed, "size": size, "seed": seed, "index": index}
+        yield Row(source.source, index + 1, {"prompt": entry["question"], "answer": entry["answer"], KEY: origin})
+
+
+def _read_datasets(row_source: DataSource) -> Iterator[Row]:
     import datasets
 
+    source, split = row_source.source, row_source.split
     try:
         if (Path(source) / "dataset_dict.json").exists() or (Path(source) / "state.json").exists():
             loaded = datasets.load_from_disk(source)
         else:
-            loaded = datasets.load_dataset(source)
+            loaded = datasets.load_dataset(source, row_source.subset)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         kinds = ", ".join(sorted(_READERS))
         raise DataError(

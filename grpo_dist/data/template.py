@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from jinja2 import TemplateError
+
 from grpo_dist.errors import DataError
 
+_SLACK = 8  # BOS, and what tokenizers put before a text
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -31,6 +34,7 @@ class PromptTemplate:
         self.bos: int | None = tokenizer.bos_token_id
         probe = tokenizer("1")["input_ids"]
         self.wants_bos = self.bos is not None and bool(probe) and probe[0] == self.bos
+        self._around = self._characters_around()
 
     def render(self, prompt: Any) -> str:
         """The text of one prompt. Raises ValueError that says what was wanted."""
@@ -39,12 +43,41 @@ class PromptTemplate:
                 raise ValueError("a text that is not empty (template 'raw')")
             text = prompt
         else:
-            text = str(
-                self.tokenizer.apply_chat_template(self.messages(prompt), tokenize=False, add_generation_prompt=True)
-            )
+            try:
+                text = str(
+                    self.tokenizer.apply_chat_template(
+                        self.messages(prompt), tokenize=False, add_generation_prompt=True
+                    )
+                )
+            except TemplateError as error:
+                raise ValueError(f"messages that the tokenizer's chat template takes ({error})") from error
         if (at := lone_surrogate(text)) is not None:
             raise ValueError(f"valid Unicode, without half a surrogate pair (character {at})")
         return text
+
+    def most_tokens(self, prompt: Any) -> int | None:
+        """A bound on the tokens of a prompt that needs no rendering; None where there is no such bound.
+
+        A token stands for at least one character of ASCII text, whatever the tokenizer (beyond ASCII, normalisation may
+        make many characters of one), and a template that only surrounds a plain text adds the same to each.
+        """
+        if self._around is None or not isinstance(prompt, str) or not prompt.isascii() or not prompt.strip():
+            return None
+        return len(prompt) + self._around + _SLACK
+
+    def _characters_around(self) -> int | None:
+        if self.kind == "raw":
+            return 0
+        around = set()
+        for probe in ("zqxj", "wvkb"):
+            try:
+                before, found, after = self.render(probe).partition(probe)
+            except ValueError:
+                return None
+            around.add((before, after))
+            if not found or probe in after:
+                return None
+        return sum(map(len, next(iter(around)))) if len(around) == 1 else None
 
     def messages(self, prompt: Any) -> list[dict[str, str]]:
         if isinstance(prompt, str) and prompt.strip():

@@ -56,13 +56,13 @@ class RayJobsBackend:
         cluster, section = submission.loaded.cluster, _section(submission.loaded.cluster)
         api = _api(section)
         check_version(api)
-        source = Path(submission.recipe.data.source)
         folder = _working_dir(section)
-        if not source.is_absolute() and source.exists() and not (folder and _is_sent(folder, source, section)):
-            raise UserError(
-                f"data.source {source} is a file here, but not on the cluster: name a folder that holds it as "
-                "ray.working_dir, or put it on storage that the nodes see and give its absolute path"
-            )
+        for source in (Path(entry.source) for entry in submission.recipe.data.sources):
+            if not source.is_absolute() and source.exists() and not (folder and _is_sent(folder, source, section)):
+                raise UserError(
+                    f"data.source {source} is a file here, but not on the cluster: name a folder that holds it as "
+                    "ray.working_dir, or put it on storage that the nodes see and give its absolute path"
+                )
         data = pack(submission.recipe_text(), folder, section.excludes, section.upload_limit)
         say(f"sending {len(data) / 1e6:.2f} MB to {section.address}")
         job = api.submit(_body(submission, cluster, api.upload(data)))

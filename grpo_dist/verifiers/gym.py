@@ -14,7 +14,6 @@ from pydantic import Field
 
 from grpo_dist.types import VerifyItem
 from grpo_dist.verifiers.extract import marked_answer
-from grpo_dist.verifiers.golds import found
 from grpo_dist.verifiers.numbers import last_number
 from grpo_dist.verifiers.registry import Options, Part, register
 
@@ -42,8 +41,8 @@ def task(name: str, parameters: str, size: int, seed: int) -> Any:
         raise ValueError(f"reasoning_gym:{name}: {error or 'wrong parameters'}") from error
 
 
-def gym_gold(answer: Any, options: GymOptions) -> str | None:
-    return None if isinstance(answer, str) else f"the answer of a reasoning_gym row, not {found(answer)}"
+def gym_gold(answer: Any, options: GymOptions) -> None:
+    """Any will do: the task's own scorer knows what is right, and some tasks have many answers and give none."""
 
 
 @register("reasoning_gym", GymOptions, gold=gym_gold)

@@ -78,6 +78,8 @@ def _ascii_digit(character: str) -> str:
 
 def parse_number(text: str) -> Fraction | None:
     """The one number that a text says; None when it says none, several, or one beyond 1,000 digits."""
+    if len(text) < 100 and text.isascii() and text.isdigit():
+        return Fraction(int(text))
     before, _, text = clean(text).rpartition("=")  # "x = 7", "2 + 5 = 7": what is claimed stands last
     text = text.strip()
     if _SEVERAL.search(before):  # "x = 3 or x = -3"

@@ -30,6 +30,8 @@ def gold_number(answer: Any) -> Fraction | None:
     """The gold as a number; a marked gold (\\boxed{5}, '… #### 5') is unwrapped by the same rule as a completion."""
     if isinstance(answer, bool):
         return None
+    if isinstance(answer, int):
+        return Fraction(answer)
     for form in gold_forms(answer):
         marked = marked_answer(form)
         number = parse_number(marked.text if marked.text is not None else form)

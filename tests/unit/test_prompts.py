@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_dist.config import DataSection, VerifierUse
+from grpo_dist.data.mixing import Mixture
 from grpo_dist.data.prompts import PromptStream, load_prompts
 from grpo_dist.errors import DataError
+from grpo_dist.types import VerifyItem
 from grpo_dist.verifiers.registry import build
 
 Write = Any
@@ -246,3 +249,158 @@ def test_bad_messages(tmp_path: Path, tiny_model: Path, prompt: Any) -> None:
     tokenizer.chat_template = CHAT
     with pytest.raises(DataError, match=r"rows.jsonl:1, column 'prompt'"):
         load(write(tmp_path, [{"prompt": prompt, "answer": 1}]), tokenizer, template="chat")
+
+
+def test_sources_are_mixed_by_weight(tmp_path: Path, tokenizer: Any) -> None:
+    easy = write(tmp_path, [{"prompt": f"a{i}", "answer": i} for i in range(6)], "easy.jsonl")
+    hard = write(tmp_path, [{"question": f"b{i}", "gold": "x"} for i in range(3)], "hard.jsonl")
+    data = DataSection.model_validate(
+        {
+            "template": "raw",
+            "mix": [
+                {"source": str(easy), "weight": 3},
+                {
+                    "source": str(hard), "weight": 1, "verifier": "exact",
+                    "columns": {"prompt": "question", "answer": "gold"},
+                },
+            ],
+        }
+    )  # fmt: skip
+    judge = build([VerifierUse(name="numeric"), VerifierUse(name="exact")])
+    stream = load_prompts(data, tokenizer, seed=0, group_size=4, judge=judge)
+    requests = [stream.request(i) for i in range(24)]
+    kinds = "".join(request.prompt.text[0] for request in requests)
+    assert all(kinds[start : start + 4].count("b") == 1 for start in range(0, 24, 4))
+    # 18 draws of 6 easy ones: three epochs; 6 draws of 3 hard ones: two. Each prompt once per epoch of its source.
+    for kind, size in (("a", 6), ("b", 3)):
+        drawn = [request for request in requests if request.prompt.text[0] == kind]
+        for epoch in range(len(drawn) // size):
+            texts = [request.prompt.text for request in drawn if request.epoch == epoch]
+            assert len(texts) == len(set(texts)) == size
+    assert {request.prompt.verifier for request in requests} == {None, "exact"}
+    assert len({request.seed for request in requests}) == 24
+    assert stream.request(17) == requests[17]
+    assert len(stream) == 9
+    assert set(stream.examples()) == {None, "exact"}
+
+
+def test_evaluation_of_a_mixture_is_held_out_of_every_source(tmp_path: Path, tokenizer: Any) -> None:
+    one, two = write(tmp_path, rows(20), "one.jsonl"), write(tmp_path, rows(30), "two.jsonl")
+    data = DataSection.model_validate(
+        {"template": "raw", "mix": [{"source": str(one)}, {"source": str(two)}], "evaluation": {"size": 10}}
+    )
+    stream = load_prompts(data, tokenizer, seed=0, group_size=4)
+    held_out = {prompt.text for prompt in stream.evaluation}
+    assert len(stream.evaluation) == 10
+    assert not held_out & {prompt.text for prompt in stream.prompts()}
+
+
+def test_bad_rows_of_all_sources_are_listed_together(tmp_path: Path, tokenizer: Any) -> None:
+    sources = [
+        write(tmp_path, [{"prompt": "1", "answer": "x"}, {"prompt": "1", "answer": 1}], f"{n}.jsonl") for n in "ab"
+    ]
+    data = DataSection.model_validate({"template": "raw", "mix": [{"source": str(path)} for path in sources]})
+    with pytest.raises(DataError) as error:
+        load_prompts(data, tokenizer, seed=0, group_size=4, judge=build([VerifierUse(name="numeric")]))
+    assert [line.split(",")[0] for line in str(error.value).splitlines()] == ["a.jsonl:1", "b.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({}, "give data.source"), ({"source": "a", "mix": [{"source": "b"}]}, "give data.source"),
+        ({"mix": [{"source": "b"}], "limit": 3}, "belong to each entry"),
+        ({"mix": [{"source": "b", "weight": 0}]}, "weight"),
+    ],
+)  # fmt: skip
+def test_source_or_mix(keys: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        DataSection.model_validate(keys)
+
+
+def test_mixture_keeps_its_shares() -> None:
+    for weights in ([1], [1, 1], [0.7, 0.3], [1, 2, 5], [0.1, 0.123456789], [1000, 1]):
+        mixture = Mixture(weights)
+        seen = [0] * len(weights)
+        for number in range(3000):
+            source, before = mixture.draw(number)
+            assert before == seen[source]
+            seen[source] += 1
+            for place, weight in enumerate(weights):
+                assert abs(seen[place] - (number + 1) * weight / sum(weights)) < len(weights) + 1
+
+
+def test_limit(tmp_path: Path, tokenizer: Any) -> None:
+    assert len(load(write(tmp_path, rows(10)), tokenizer, limit=4)) == 4
+
+
+def gym(tokenizer: Any, **keys: Any) -> PromptStream:
+    data = DataSection.model_validate({"source": "reasoning_gym:chain_sum", "template": "raw"} | keys)
+    judge = build([VerifierUse(name="reasoning_gym")])
+    return load_prompts(data, tokenizer, seed=0, group_size=4, judge=judge)
+
+
+def test_reasoning_gym_rows_carry_their_scorer(tokenizer: Any) -> None:
+    parameters = {"size": 20, "seed": 5, "min_terms": 2, "max_terms": 2}
+    stream = gym(tokenizer, parameters=parameters, evaluation={"size": 4})
+    assert len(stream) + len(stream.evaluation) + stream.dropped["in_evaluation"] == 20
+    assert stream.fingerprint == gym(tokenizer, parameters=parameters, evaluation={"size": 4}).fingerprint
+    judge = build([VerifierUse(name="reasoning_gym")])
+    for prompt in (stream.request(7).prompt, stream.evaluation[0]):
+        for said, expected in ((prompt.answer, True), ("xx", False)):
+            item = VerifyItem("x", prompt.text, said, "stop", prompt.answer, extra=prompt.extra)
+            assert judge.judge(item).correct is expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"source": "reasoning_gym:no_such_task"}, "no_such_task"), ({"parameters": {"terms": 3}}, "chain_sum"),
+        ({"parameters": {"min_terms": 5, "max_terms": 2}}, "chain_sum"), ({"parameters": {"size": 0}}, "whole numbers"),
+    ],
+)  # fmt: skip
+def test_reasoning_gym_that_cannot_be_had(tokenizer: Any, keys: dict[str, Any], why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        gym(tokenizer, **keys)
+
+
+def test_only_procedural_sources_have_parameters(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"data\.parameters"):
+        load(write(tmp_path, rows(1)), tokenizer, parameters={"size": 3})
+
+
+def test_quickstart_rows(tokenizer: Any) -> None:
+    data = DataSection.model_validate({"source": "quickstart", "template": "raw", "evaluation": {"size": 100}})
+    judge = build([VerifierUse.model_validate({"name": "exact", "after": "#", "require_stop": True})])
+    stream = load_prompts(data, tokenizer, seed=0, group_size=4, judge=judge)
+    assert len(stream.evaluation) == 100
+    assert len(stream) == 6561 - 256
+    assert not {prompt.text for prompt in stream.evaluation} & {prompt.text for prompt in stream.prompts()}
+
+
+def test_two_hundred_thousand_rows_are_held_as_they_were_read(tmp_path: Path, tokenizer: Any) -> None:
+    """Memory is bounded by the rows themselves: no token lists are kept. (An int list alone would be over 400 MB.)"""
+    path = tmp_path / "big.jsonl"
+    with path.open("w") as lines:
+        for i in range(200_000):
+            lines.write(f'{{"prompt": "what is {i} plus {i}, and why is it so?", "answer": {2 * i}}}\n')
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    stream = load(path, tokenizer, evaluation={"size": 100})
+    assert len(stream) == 199_900
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 350
+    assert stream.request(10**9).epoch == 10**9 // 199_900
+
+
+def test_prompts_beyond_ascii_are_measured(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "é" * length, "answer": 1} for length in (8, 9)] + [{"prompt": "1" * 9, "answer": 1}]
+    stream = load(write(tmp_path, rows), tokenizer, max_prompt_tokens=8)
+    assert len(stream) == 1
+    assert stream.dropped["too_long"] == 2
+
+
+def test_a_template_that_refuses_is_a_bad_row(tmp_path: Path, tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}x"
+    rows = [{"prompt": [{"role": "user", "content": "a"}] * 2, "answer": 1}, {"prompt": "a", "answer": 1}]
+    with pytest.raises(DataError, match=r"rows.jsonl:1, column 'prompt': wanted messages .* \(one at a time\)"):
+        load(write(tmp_path, rows), tokenizer, template="chat")

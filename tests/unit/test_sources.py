@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.config import DataSource
 from grpo_dist.data.sources import Problems, json_value, read_rows
 from grpo_dist.errors import DataError
 
@@ -16,7 +17,7 @@ ROWS: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "two
 
 def read(source: Path, split: str = "train") -> list[tuple[int, dict[str, Any]]]:
     problems = Problems()
-    rows = [(row.line, row.values) for row in read_rows(str(source), split, problems)]
+    rows = [(row.line, row.values) for row in read_rows(DataSource(source=str(source), split=split), problems)]
     problems.raise_if_any()
     return rows
 
@@ -76,7 +77,7 @@ def test_saved_data_set_folder(tmp_path: Path) -> None:
 
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "set")
     assert read(tmp_path / "set") == [(1, ROWS[0]), (2, ROWS[1])]
-    with pytest.raises(DataError, match="no split 'dev' .it has: train"):
+    with pytest.raises(DataError, match=r"no split 'dev' .it has: train"):
         read(tmp_path / "set", "dev")
 
 
