@@ -59,7 +59,7 @@ def long_tailed(count: int, median: int, vocab: int, longest: int = 1024) -> lis
     rng = np.random.default_rng(0)
     out = []
     for i in range(count):
-        n = int(np.clip(rng.lognormal(np.log(median), 0.7), 4, longest))
+        n = int(np.clip(rng.lognormal(np.log(median), 1.0), 4, longest))
         mask = np.arange(n) >= max(1, n // 4)
         out.append(
             Sample(
@@ -192,7 +192,7 @@ def _before_deepspeed(section: ModelSection, learner: LearnerSection) -> tuple[B
 
 
 def bench_logprobs(way: str, repeats: int) -> dict[str, float]:
-    """Own process per way: peak growth of resident memory, forward and backward, with both gradients."""
+    """Forward and backward with both gradients: seconds of both ways in turns, or peak memory of one way alone."""
     torch.manual_seed(0)
     tokens, width, vocab = 2048, 576, 49_152
     hidden = torch.randn(tokens, width, requires_grad=True)
@@ -207,16 +207,18 @@ def bench_logprobs(way: str, repeats: int) -> dict[str, float]:
     def chunked() -> torch.Tensor:
         return completion_logprobs(hidden, weight, ids, lengths, mask, need_entropy=False)[0].sum()
 
-    function = {"plain": plain, "chunked": chunked}[way]
+    def run(function: Callable[[], torch.Tensor]) -> None:
+        function().backward()
+        hidden.grad = weight.grad = None
+
+    if way == "both":
+        ours, naive = alternate(repeats, lambda: run(chunked), lambda: run(plain))
+        return {"chunked": ours, "plain": naive}
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here
-    before, seconds = _status("VmRSS"), []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        function().backward()
-        seconds.append(time.perf_counter() - started)
-        hidden.grad = weight.grad = None
-    return {"seconds": statistics.median(seconds), "peak_mib": (_status("VmHWM") - before) / 2**20}
+    before = _status("VmRSS")
+    run({"plain": plain, "chunked": chunked}[way])
+    return {"peak_mib": (_status("VmHWM") - before) / 2**20}
 
 
 def _status(key: str) -> int:
@@ -241,19 +243,25 @@ def main() -> None:
         found = (bench_update if kind == "update" else bench_logprobs)(name, options.repeats)
         print(json.dumps(found), flush=True)
         os._exit(0)  # DeepSpeed's process group sometimes aborts while the interpreter ends
+    results: dict[str, Any] = {}
     for size in SIZES:
-        r = in_own_process("update", size, "--repeats", str(options.repeats))
-        print(f"update, {size} ({r['parameters'] / 1e6:.1f}M parameters, {r['tokens']:.0f} tokens a step)")
-        print(f"  ZeRO-3, one rank     {r['zero3_tokens_per_second']:9.0f} tokens/s")
-        print(f"  bare PyTorch loop    {r['bare_tokens_per_second']:9.0f} tokens/s   ratio {r['zero3_over_bare']:.2f}")
-        print(
-            f"  padded, full logits  {r['padded_tokens_per_second']:9.0f} tokens/s   ratio {r['zero3_over_padded']:.2f}"
-        )
-    ours, plain = (in_own_process("logprobs", way, "--repeats", "3") for way in ("chunked", "plain"))
-    print("log-probabilities, forward and backward, 2,048 tokens, V 49,152, H 576, fp32")
-    print(f"  chunked      {ours['seconds']:6.2f} s  {ours['peak_mib']:6.0f} MiB above the inputs")
-    print(f"  log_softmax  {plain['seconds']:6.2f} s  {plain['peak_mib']:6.0f} MiB")
-    print(f"  ratio        {ours['seconds'] / plain['seconds']:6.2f}    {ours['peak_mib'] / plain['peak_mib']:6.2f}")
+        r = results[size] = in_own_process("update", size, "--repeats", str(options.repeats))
+        tell(f"update, {size} ({r['parameters'] / 1e6:.1f}M parameters, {r['tokens']:.0f} tokens a step), tokens/s")
+        tell(f"  ZeRO-3, one rank      {r['zero3_tokens_per_second']:9.0f}")
+        tell(f"  bare PyTorch loop     {r['bare_tokens_per_second']:9.0f}   ratio {r['zero3_over_bare']:.2f}")
+        tell(f"  padded, full logits   {r['padded_tokens_per_second']:9.0f}   ratio {r['zero3_over_padded']:.2f}")
+    seconds = in_own_process("logprobs", "both", "--repeats", "3")
+    peak = {way: in_own_process("logprobs", way)["peak_mib"] for way in ("chunked", "plain")}
+    tell("log-probabilities, forward and backward, 2,048 tokens, V 49,152, H 576, fp32; memory above the inputs")
+    tell(f"  chunked      {seconds['chunked']:6.2f} s  {peak['chunked']:6.0f} MiB")
+    tell(f"  log_softmax  {seconds['plain']:6.2f} s  {peak['plain']:6.0f} MiB")
+    results["logprobs"] = {way: {"seconds": seconds[way], "peak_mib": peak[way]} for way in peak}
+    tell(f"  ratio        {seconds['chunked'] / seconds['plain']:6.2f}    {peak['chunked'] / peak['plain']:6.2f}")
+    print(json.dumps({"benchmark": "learner", **results}))
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
