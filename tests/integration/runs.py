@@ -124,7 +124,8 @@ class Command:
         """Wait for something that the run does. A run that ends first, or never does it, fails the test."""
         deadline = time.monotonic() + seconds
         while not seen():
-            assert self.process.poll() is None, f"ended ({self.process.returncode}) before {what}:\n{self.output[-3000:]}"
+            status = self.process.poll()
+            assert status is None, f"ended ({status}) before {what}:\n{self.output[-3000:]}"
             assert time.monotonic() < deadline, f"no {what} within {seconds} s:\n{self.output[-3000:]}"
             time.sleep(0.02)
 

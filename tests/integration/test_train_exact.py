@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model, held to numbers: the engines use exactly the learner's weights after every publication."""
+"""Whole runs of a tiny model, held to numbers: engines use exactly the learner's weights after every publication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real two-node Ray cluster in network namespaces: learner on one node, engine on the other, token authentication on."""
+"""A two-node Ray cluster in network namespaces: learner on one node, engine on the other, token authentication on."""
 
 from __future__ import annotations
 
