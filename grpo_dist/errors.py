@@ -10,7 +10,7 @@ class GrpoDistError(Exception):
 
 
 class UserError(GrpoDistError):
-    """The input is wrong: a recipe, a data row, a path, more workers than the cluster has. Shown without a traceback."""
+    """The input is wrong: a recipe, a data row, a path, more workers than there is room for. Shown without traceback."""
 
     exit_code = 2
 

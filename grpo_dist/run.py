@@ -218,7 +218,7 @@ class Run:
 
     async def publish_first(self) -> None:
         """The publication that every start begins with. Unless a checkpoint was loaded, engines and learner have read
-        the same folder, so the engines' own checksums must come out as they were: names, fusion, shards and types all fit.
+        the same folder, so the engines' own checksums must stay as they were: names, fusion, shards and types all fit.
 
         Raises:
             SelfCheckError: an engine holds other weights after it.

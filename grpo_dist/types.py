@@ -10,7 +10,7 @@ Conventions, relied on everywhere:
 * Index ``t`` describes token ``t``. Prompt and padding positions have mask False and value 0. The shift between a
   logit and the token it predicts happens in one place, ``algorithms/logprobs.py``.
 * Token ids travel end to end. Text is for verifiers and people; nothing is ever tokenised twice.
-* An error is never a reward: a verifier that fails gives ``reward=None`` and says why; the sample is masked and counted.
+* An error is never a reward: a verifier that fails gives ``reward=None`` and says why; the sample is masked, counted.
 """
 
 from __future__ import annotations
@@ -183,6 +183,18 @@ class TrainBatch:
     @property
     def ranks(self) -> int:
         return len(self.shards)
+
+    def of_rank(self, rank: int) -> RankBatch:
+        return RankBatch(self.shards[rank], self.loss_tokens, self.loss_sequences)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankBatch:
+    """One rank's share of one optimizer step, with the divisors of the whole step."""
+
+    micro: tuple[MicroBatch, ...]
+    loss_tokens: int
+    loss_sequences: int
 
 
 @dataclass(frozen=True, slots=True)

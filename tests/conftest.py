@@ -43,7 +43,9 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def build_tiny_model(folder: Path, *, tied: bool, vocab: int = 64, hidden: int = 64, layers: int = 2, seed: int = 0) -> Path:
+def build_tiny_model(
+    folder: Path, *, tied: bool, vocab: int = 64, hidden: int = 64, layers: int = 2, seed: int = 0
+) -> Path:
     """A random Qwen3 with a character-level tokenizer, loadable by transformers and by vLLM."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -19,7 +19,12 @@ def test_twenty_steps_take_held_out_pass_at_1_from_a_half_to_three_quarters(
 ) -> None:
     recipe = load_recipe(
         "quickstart",
-        [f"run.seed={seed}", f"run.out={tmp_path}", f"rollout.max_staleness={staleness}", "tracking.wandb.mode=disabled"],
+        [
+            f"run.seed={seed}",
+            f"run.out={tmp_path}",
+            f"rollout.max_staleness={staleness}",
+            "tracking.wandb.mode=disabled",
+        ],
     )
     assert run(recipe) == 0
     evaluations = {row["step"]: row["eval/pass@1"] for row in jsonl(recipe.run_dir / "evals.jsonl")}
