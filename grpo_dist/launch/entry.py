@@ -51,6 +51,7 @@ def started_before(marks: Path, submission: str) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="grpo_dist.launch.entry")
     parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--submission", required=True, help="id that stays the same when the scheduler tries again")
     parser.add_argument("--marks", required=True, type=Path, help="folder that outlives a try (shared storage)")
     parser.add_argument("--secret", action="append", default=[], help="environment variable that must be set")
@@ -70,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"grpo-dist: {error}", file=sys.stderr)
         return 2
     # The same process goes on: signals and the exit code are the run's own.
-    return os.execv(sys.executable, [sys.executable, "-m", options.module, "train", options.recipe, *resume])
+    return os.execv(
+        sys.executable, [sys.executable, "-m", options.module, "train", options.recipe, *options.overrides, *resume]
+    )
 
 
 if __name__ == "__main__":

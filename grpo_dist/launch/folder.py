@@ -24,6 +24,14 @@ class AttemptFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def clear(self) -> None:
+        """A new head begins in this folder: what an earlier one left there would mislead the other nodes."""
+        for path in (
+            *self.path.glob("node-*.json"),
+            *(self.path / n for n in ("cluster.json", "exit.json", "control")),
+        ):
+            path.unlink(missing_ok=True)
+
     def write_cluster(self, **facts: str) -> None:
         _write(self.path / "cluster.json", {**facts, "time": time.time()})
 

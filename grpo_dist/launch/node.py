@@ -83,6 +83,8 @@ class Node:
         self.signal, self.signals = signal.Signals(number), self.signals + 1
 
     def _check(self) -> None:
+        if self.options.head:
+            self.folder.clear()
         self.folder.set_state(self.options.name, "checking", "")
         fatal = []
         for finding in node_findings(self.temp):
@@ -94,6 +96,9 @@ class Node:
             raise UserError("this node cannot take part: " + "; ".join(fatal))
         if self.options.head:
             write_token(self.token)
+            self._take_token()
+
+    def _take_token(self) -> None:
         check_token(self.token)
         os.environ.update(token_env(self.token))
 
@@ -238,6 +243,7 @@ class Node:
         address = self._wait_for_head()
         if self.signal is not None or address is None:
             return 0 if self.signal is None else 128 + self.signal
+        self._take_token()  # the head has written it by now
         self._start_ray(address)
         assert self.ray is not None
         silent_since: float | None = None

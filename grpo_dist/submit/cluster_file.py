@@ -66,7 +66,8 @@ def _problem(file: Path, document: Document, path: KeyPath, one: Mapping[str, An
             # A check names the key it is about by its first word, relative to its section.
             named = line.split(maxsplit=1)[0].rstrip(":")
             full = (*path, *named.split(".")) if _known((*path, *named.split("."))) else path
-            text = line if full == path else line[len(named) :].lstrip(": ")
+            own = full != path or (path and named == path[-1])
+            text = line[len(named) :].lstrip(": ") if own else line
             yield _line(file, document, full, text)
     elif one["type"] == "extra_forbidden":
         yield _line(file, document, path, _unknown(path))

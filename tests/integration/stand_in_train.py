@@ -22,28 +22,29 @@ STEP_SECONDS = 0.3
 asked: list[int] = []
 
 
-def ask_roles(labels: dict[str, dict[str, str]]) -> dict[str, str]:
-    """role -> host that answered for it; on the node that the recipe's labels name."""
+WORKERS: list[Any] = []  # alive as long as the run
+
+
+def ask_roles(labels: dict[str, dict[str, str]]) -> list[dict[str, Any]]:
+    """One answer per role, from the node that the recipe's labels name: who, where, which process."""
     import ray
 
-    ray.init(log_to_driver=False, namespace="stand-in")
+    ray.init(log_to_driver=False)
 
     @ray.remote(num_cpus=0.1)
     class Worker:
         def where(self) -> tuple[str, str, int]:
             print(f"stand-in worker says hello from {socket.gethostname()}", flush=True)
-            return socket.gethostname(), ray.util.get_node_ip_address(), os.getpid()
+            return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
-    found = {}
+    names = {node["NodeID"]: node["Labels"].get("grpo.dev/node") for node in ray.nodes()}
+    found = []
     for role, wanted in labels.items():
         worker = Worker.options(label_selector=wanted).remote()  # type: ignore[attr-defined]
-        host, ip, pid = ray.get(worker.where.remote(), timeout=60)
-        found[role] = {"worker": f"{role}-0", "node": ip, "pid": pid, "host": host}
+        node, ip, pid = ray.get(worker.where.remote(), timeout=60)
+        found.append({"kind": f"{role}_started", "worker": f"{role}-0", "node": ip, "pid": pid, "name": names[node]})
         WORKERS.append(worker)
-    return found  # type: ignore[return-value]
-
-
-WORKERS: list[Any] = []
+    return found
 
 
 def main(arguments: list[str]) -> int:
@@ -53,8 +54,6 @@ def main(arguments: list[str]) -> int:
     except RecipeError as error:
         print(f"grpo-dist: {error}", file=sys.stderr)
         return 2
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda received, _: asked.append(received))
     folder = recipe.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     saved = folder / "checkpoint.json"
@@ -64,9 +63,10 @@ def main(arguments: list[str]) -> int:
     print(f"stand-in: starts at step {state['step']} with W&B id {state['wandb']}", flush=True)
     sections = {"learner": recipe.learner, "rollout": recipe.rollout, "verifier": recipe.verifiers}
     places = ask_roles({role: section.placement.labels for role, section in sections.items()})
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # after ray.init, which takes SIGTERM for itself
+        signal.signal(number, lambda received, _: asked.append(received))
     with (folder / "events.jsonl").open("a") as events:
-        for role, place in places.items():
-            events.write(json.dumps({"time": time.time(), "kind": f"{role}_started", **place}) + "\n")  # type: ignore[dict-item]
+        events.writelines(json.dumps({"time": time.time(), **place}) + "\n" for place in places)
     for step in range(state["step"] + 1, recipe.run.steps + 1):
         time.sleep(STEP_SECONDS)
         if recipe.run.name.startswith("fail") and step == 2:

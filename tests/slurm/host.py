@@ -143,11 +143,11 @@ def slurm_host(folder: Path) -> Iterator[SlurmHost]:
     slurm = SlurmHost(folder)
     try:
         slurm.start("munged", _munged(folder))
-        _until(lambda: (folder / "munge.socket").exists(), "munged did not start")
+        until(lambda: (folder / "munge.socket").exists(), "munged did not start")
         slurm.start("slurmctld", ["slurmctld", "-D"])
         for name in NODES:
             slurm.start_node(name)
-        _until(
+        until(
             lambda: slurm.run(["sinfo", "-h", "-o", "%t %D"], check=False).split() == ["idle", "3"],
             "nodes are not idle",
             slurm,
@@ -156,9 +156,7 @@ def slurm_host(folder: Path) -> Iterator[SlurmHost]:
     finally:
         if "slurmctld" in slurm.daemons:
             slurm.run(["scancel", "--full", "--user=root"], check=False)
-            _until(
-                lambda: not slurm.run(["squeue", "-h"], check=False).split(), "jobs did not end", slurm, raises=False
-            )
+            until(lambda: not slurm.run(["squeue", "-h"], check=False).split(), "jobs did not end", slurm, raises=False)
         for name in (*NODES, "slurmctld", "munged"):
             if name in slurm.daemons:
                 slurm.stop(name)
@@ -171,9 +169,7 @@ def _munged(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _until(
-    done: object, what: str, slurm: SlurmHost | None = None, seconds: float = 40, *, raises: bool = True
-) -> None:
+def until(done: object, what: str, slurm: SlurmHost | None = None, seconds: float = 40, *, raises: bool = True) -> None:
     assert callable(done)
     deadline = time.monotonic() + seconds
     while not done():
