@@ -45,6 +45,7 @@ class SamplingSpec:
     top_k: int = -1
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False  # completions of a known length, for benchmarks
 
     @classmethod
     def of(cls, section: TrainSampling | EvalSampling, train: TrainSampling | None = None) -> SamplingSpec:
@@ -280,6 +281,7 @@ def _params(spec: SamplingSpec, n: int, seed: int) -> SamplingParams:
         min_p=spec.min_p,
         max_tokens=spec.max_tokens,
         stop=list(spec.stop) or None,
+        ignore_eos=spec.ignore_eos,
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         detokenize=bool(spec.stop),  # only stop strings need text while generating

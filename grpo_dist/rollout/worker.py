@@ -19,11 +19,13 @@ from typing import Any, TypeVar
 import ray
 
 from grpo_dist.config import TrainSampling
+from grpo_dist.errors import GrpoDistError
 from grpo_dist.rollout.engine import Engine, EngineSettings, SamplingSpec
 from grpo_dist.types import GroupRequest, RolloutGroup
 
 T = TypeVar("T")
 WATCH_SECONDS = 0.2
+DYING_SECONDS = 2.0  # from the first symptom of a dying engine to the news of its death
 MAX_REQUESTS = 4096  # groups that may wait in one engine
 
 control = ray.method(concurrency_group="control")
@@ -130,6 +132,12 @@ class RolloutWorker:
             return await call
         except EngineDeadError:
             os._exit(1)
+        except (ValueError, GrpoDistError):  # of ours: the engine was not asked, or answered
+            raise
+        except Exception:
+            # A call that was under way when the engine died fails first, with an error that says nothing ("cancelled").
+            await asyncio.sleep(DYING_SECONDS)  # _exit_with_engine gets its chance
+            raise
 
     async def _exit_with_engine(self) -> None:
         while not self._engine.dead:

@@ -10,7 +10,8 @@ What it adds to vLLM's own engines (each was a silent fault before):
 * a tied ``lm_head`` is packed again on CPU: its packed copy is not part of the layer-wise reload and would stay old;
 * a digest of every tensor as it arrived, to be compared with the tensor as it was gathered.
 
-It does not move bytes: ``gloo.py`` and ``nccl.py`` do.
+It does not move bytes: ``gloo.py`` and ``nccl.py`` do. vLLM's model code is imported inside the functions, because the
+learner loads this module too (the sending classes live beside the receiving ones) and has no use for 90 MB of models.
 """
 
 from __future__ import annotations
@@ -20,11 +21,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from grpo_dist.weights.digest import tensor_digest
 
@@ -49,6 +45,8 @@ class CheckedReload:
         self._tied = _tied_heads(self.model)
 
     def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
         self.abandon()
         self.received, self._layout = {}, {}
         self._updating = True
@@ -57,6 +55,8 @@ class CheckedReload:
     def abandon(self) -> None:
         """Close an update that did not finish. The model is usable again only after a whole update."""
         if self._updating:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
             finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
             self._updating = False
 
@@ -105,6 +105,8 @@ class WorkerExtension:
 
 
 def _tied_heads(model: torch.nn.Module) -> list[Any]:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
     tables = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     embeddings = {id(m.weight) for m in tables if not isinstance(m, ParallelLMHead)}
     return [m for m in tables if isinstance(m, ParallelLMHead) and id(m.weight) in embeddings]
@@ -112,6 +114,11 @@ def _tied_heads(model: torch.nn.Module) -> list[Any]:
 
 def _unfilled(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) -> list[str]:
     """Layers that did not get all elements of their parameters, with how many they got."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
     missing = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
