@@ -25,7 +25,10 @@ class AttemptFolder:
         self.path = path
 
     def clear(self) -> None:
-        """A new head begins in this folder: what an earlier one left there would mislead the other nodes."""
+        """A new head begins here: what an earlier one left would mislead the other nodes. A fresh folder stays as it
+        is: nodes that were quicker than their head may have said already that they failed."""
+        if self.cluster() is None and self.exit() is None:
+            return
         for path in (
             *self.path.glob("node-*.json"),
             *(self.path / n for n in ("cluster.json", "exit.json", "control")),

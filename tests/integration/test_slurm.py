@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import stat
 import sys
 from collections.abc import Iterator
@@ -171,73 +169,3 @@ def test_slurm_refuses_a_partition_that_does_not_exist(runs: Runs) -> None:
     path.write_text(path.read_text().replace("exclusive: false", "exclusive: false, partition: nope"))
     with pytest.raises(UserError, match=r"Slurm refuses the job: .*partition"):
         runs.submit("nowhere", path)
-
-
-def test_time_limit_saves_requeues_and_continues_the_same_run(runs: Runs) -> None:
-    """Slurm's own signal ahead of the limit, here 60 s before 2 minutes; then the second attempt goes on."""
-    cluster = runs.cluster(more="time_limit: 2m\npreemption: {notice: 90, grace: 60}")
-    record = runs.submit("limit", cluster, "run.steps=100000")
-    runs.wait_for_step("limit", 1)
-    attempt = AttemptFolder(Path(record.launch) / "attempt-0")
-    until(lambda: attempt.exit_code() is not None, "the first attempt did not end", runs.slurm, 200)
-    assert attempt.exit_code() == 85
-    facts = runs.slurm.wait_for(record.job, ["PENDING", "RUNNING", "CONFIGURING"])
-    assert facts["Restarts"] == "1"
-    saved = max(runs.steps("limit"))
-    runs.slurm.run(["scontrol", "update", f"JobId={record.job}", "StartTime=now"], check=False)
-    runs.slurm.run(["scontrol", "release", record.job], check=False)
-    text: list[str] = []
-    verbs.status("limit", say=text.append)
-    assert re.match(r"limit: (requeued|running)", text[0])
-    runs.wait_for_step("limit", saved + 2)
-    steps = runs.steps("limit")
-    assert steps == list(range(1, len(steps) + 1)), "a step is missing or there twice"
-    _, lines = runs.logs("limit")
-    assert f"stand-in: starts at step {saved} with W&B id id-1" in lines
-    assert "--- attempt-1" in lines
-    assert verbs.stop("limit", wait=60, say=text.append) == 0
-    code, _ = runs.logs("limit", follow=True)
-    assert code == 130
-
-
-def test_stop_saves_and_scancel_ends(runs: Runs) -> None:
-    record = runs.submit("stopme", runs.cluster(), "run.steps=100000")
-    runs.wait_for_step("stopme", 2)
-    said: list[str] = []
-    with pytest.raises(UserError, match="already running"):
-        runs.submit("stopme", runs.cluster())
-    assert verbs.stop("stopme", wait=60, say=said.append) == 0
-    assert said == ["asked to save and stop at the next step boundary"]
-    code, lines = runs.logs("stopme", follow=True)
-    assert code == 130
-    assert lines[-1].startswith("run stopme stopped")
-    assert any("ends with 130" in line for line in lines)
-    record = runs.submit("cancelme", runs.cluster(), "run.steps=100000")
-    runs.wait_for_step("cancelme", 1)
-    assert verbs.stop("cancelme", now=True, wait=60, say=said.append) == 0
-    runs.slurm.wait_for(record.job, ["CANCELLED"])
-    code, _ = runs.logs("cancelme", follow=True)
-    assert code != 0
-    assert verbs.code_of(verbs.backend_of("slurm").state(records.find("cancelme"))) == code
-
-
-def test_a_node_that_goes_down_requeues_the_job(runs: Runs) -> None:
-    record = runs.submit("down", runs.cluster(rollout_cpus=1), "run.steps=100000")
-    runs.wait_for_step("down", 1)
-    facts = runs.slurm.job(record.job)
-    victim = facts["NodeList"]
-    assert victim in ("n1", "n2", "n3")
-    runs.slurm.stop(victim, signal.SIGKILL)
-    try:
-        runs.slurm.run(["scontrol", "update", f"NodeName={victim}", "State=DOWN", "Reason=test"])
-        attempt = AttemptFolder(Path(record.launch) / "attempt-1")
-        until(lambda: runs.slurm.job(record.job).get("Restarts") == "1", "not requeued", runs.slurm, 60)
-        runs.slurm.run(["scontrol", "update", f"JobId={record.job}", "StartTime=now"], check=False)
-        until(lambda: attempt.cluster() is not None, "no second attempt", runs.slurm, 150)
-        runs.wait_for_step("down", max(runs.steps("down")) + 2)
-        _, lines = runs.logs("down")
-        assert any(re.match(r"stand-in: starts at step [1-9]", line) for line in lines)
-        verbs.stop("down", now=True, wait=60, say=runs.said.append)
-    finally:
-        runs.slurm.start_node(victim)
-        runs.slurm.run(["scontrol", "update", f"NodeName={victim}", "State=RESUME"], check=False)

@@ -189,6 +189,18 @@ def test_attempt_folder(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_a_new_head_forgets_an_earlier_one_but_not_its_own_nodes(tmp_path: Path) -> None:
+    folder = AttemptFolder(tmp_path)
+    folder.set_state("n2", "failed", "quicker than the head")
+    folder.clear()
+    assert folder.states()["n2"]["state"] == "failed"
+    folder.write_cluster(address="10.0.0.1:1")
+    folder.write_exit(0, "done")
+    folder.ask("stop")
+    folder.clear()
+    assert (folder.states(), folder.cluster(), folder.exit_code(), folder.take_control()) == ({}, None, None, "")
+
+
 def test_logs_are_kept_and_cut_from_the_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_dist.launch.folder.MOST_LOG_BYTES", 4)
     logs = tmp_path / "session_2026-01-01" / "logs"
