@@ -76,6 +76,8 @@ def _guarded() -> Iterator[None]:
 
 
 def _connect(address: str | None) -> None:
+    # Ray warns that its token authentication is on, which is what we want.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     try:
         ray.init(
             address=address or "local",

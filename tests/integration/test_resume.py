@@ -99,7 +99,7 @@ def test_killed_ten_times_it_ends_as_if_nothing_had_happened(straight: Recipe, o
 
 def _wait_for(moment: str, run: Command, run_dir: Path, chance: random.Random) -> None:
     if moment == "start":
-        run.until(lambda: "Ray" in run.output, 120, "start of Ray")
+        run.until(lambda: len(run.living()) > 4, 120, "start of Ray's processes")
         return
     run.until(lambda: "sampling:" in run.output, 240, "start of the workers")
     if moment == "rollouts":
