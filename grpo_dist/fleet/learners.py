@@ -78,7 +78,7 @@ class LearnerGroup:
     async def connect(self, endpoints: Sequence[Any]) -> None:
         """Make rank 0 the sender of a new transfer group with these engines."""
         limit = self._limits.publish_seconds
-        # Below the driver's own limit: the sender knows which engine did not answer, the driver only that rank 0 did not.
+        # Below the driver's own limit: the sender knows which engine did not answer, the driver only rank 0.
         await self.ranks[0].call(
             "connect", endpoints, connect_seconds=min(120.0, 0.4 * limit), send_seconds=0.8 * limit, seconds=limit
         )
