@@ -34,7 +34,11 @@ class VerifierWorker:
         if self.pool is None:
             self.pool = VerifierPool(self.section.use, timeout=self.section.timeout, children=self.children)
         await self.pool.start()
-        return {"pid": os.getpid(), "verifiers": [use.label or use.name for use in self.section.use]}
+        return {
+            "node": _node_address(),
+            "pid": os.getpid(),
+            "verifiers": [use.label or use.name for use in self.section.use],
+        }
 
     async def score(self, items: Sequence[VerifyItem]) -> list[Verdict]:
         """One verdict per item, in order; never raises for what an item does."""
@@ -63,6 +67,12 @@ class VerifierWorker:
         if self.pool is not None:
             await self.pool.close()
             self.pool = None
+
+
+def _node_address() -> str:
+    import ray  # an actor has it loaded; scoring without Ray does not need it
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def items_of(group: RolloutGroup) -> list[VerifyItem]:
