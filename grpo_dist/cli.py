@@ -139,6 +139,75 @@ def report(
         print(f"report: {write_report(folder, out).absolute()}")
 
 
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, its submission id, or its folder.")]
+
+
+@app.command()
+def submit(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Cluster file: which back end, which nodes, which roles.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print exactly what would be sent.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run and end with its exit status.")] = False,
+) -> int:
+    """Submit to Ray Jobs, Slurm, Kubernetes or hosts, as the cluster file says."""
+    if cluster is None:
+        raise UserError("submit needs --cluster FILE (cluster_configs/ has examples)")
+    from grpo_dist.submit import verbs
+
+    return verbs.submit(recipe, cluster, overrides or (), dry_run=dry_run, wait=wait)
+
+
+@app.command()
+def jobs(
+    cluster: Annotated[
+        Path | None, typer.Option(help="Ask this cluster; otherwise what was submitted from here.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """What runs."""
+    from grpo_dist.submit import verbs
+
+    return verbs.jobs(cluster=cluster, as_json=as_json)
+
+
+@app.command()
+def status(run: RunName, as_json: AsJson = False) -> int:
+    """How far a submitted run is, and what each worker does."""
+    from grpo_dist.submit import verbs
+
+    return verbs.status(run, as_json=as_json)
+
+
+@app.command()
+def logs(
+    run: RunName,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on until the run ends, with its exit status.")
+    ] = False,
+    role: Annotated[str | None, typer.Option(help="learner, rollout or verifier; by default the driver.")] = None,
+    rank: Annotated[int, typer.Option(help="Which worker of the role.")] = 0,
+) -> int:
+    """The output of a submitted run."""
+    from grpo_dist.submit import verbs
+
+    return verbs.logs(run, role=role, rank=rank, follow=follow)
+
+
+@app.command()
+def stop(
+    run: RunName,
+    now: Annotated[bool, typer.Option("--now", help="At once, without saving.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 0,
+) -> int:
+    """Stop a submitted run: it saves at the next step boundary."""
+    from grpo_dist.submit import verbs
+
+    return verbs.stop(run, now=now, wait=wait)
+
+
 @app.command()
 def recipes(
     schema: Annotated[bool, typer.Option("--schema", help="Every key with its type, default and description.")] = False,

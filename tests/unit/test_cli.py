@@ -241,3 +241,23 @@ def test_a_closed_pipe_is_no_traceback() -> None:
         f"{command} recipes --schema | head -1", shell=True, capture_output=True, text=True, timeout=60, check=False
     )
     assert "Traceback" not in done.stderr
+
+
+class TestSubmission:
+    def test_a_dry_run_prints_what_would_be_sent(self, capfd: pytest.CaptureFixture[str]) -> None:
+        cluster = Path(__file__).parents[2] / "cluster_configs/slurm/one-node-8gpu.yaml"
+        status, out, _ = run(capfd, "submit", "quickstart", "--cluster", str(cluster), "--dry-run")
+        assert status == 0
+        assert "#SBATCH" in out
+
+    @pytest.mark.parametrize(
+        "words", [["submit", "quickstart"], ["status", "no-such-run"], ["logs", "no-such-run"], ["stop", "no-such-run"]]
+    )
+    def test_what_is_not_there_is_exit_2(
+        self, capfd: pytest.CaptureFixture[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        status, _, err = run(capfd, *words)
+        assert status == 2
+        assert err.startswith("grpo-dist: ")
+        assert "Traceback" not in err
