@@ -170,7 +170,7 @@ def bench_update(size: str, repeats: int) -> dict[str, float]:
         counts = {"loss_tokens": batch.loss_tokens, "loss_sequences": batch.loss_sequences}
         ours, plain, pad = alternate(
             repeats,
-            lambda: policy.update(batch.shards[0], **counts),
+            lambda: policy.update([batch.of_rank(0)]),
             lambda: bare.update(batch.shards[0], **counts),
             lambda: padded.update_samples(samples, 8),
         )

@@ -25,7 +25,7 @@ import ray
 
 from grpo_dist.learner.spec import LearnerSpec
 from grpo_dist.metrics import Stats
-from grpo_dist.types import FloatArray, MicroBatch
+from grpo_dist.types import FloatArray, MicroBatch, RankBatch
 
 if TYPE_CHECKING:
     from grpo_dist.learner.zero3 import Zero3Policy
@@ -78,8 +78,13 @@ class LearnerRank:
             return {"rank": spec.rank, "pid": os.getpid(), "node": _node_address(), "checks": checks}
 
     def update(self, micro: Sequence[MicroBatch], *, loss_tokens: int, loss_sequences: int) -> Stats:
+        """One optimizer step; collective."""
+        return self.update_many((RankBatch(tuple(micro), loss_tokens, loss_sequences),))
+
+    def update_many(self, batches: Sequence[RankBatch]) -> Stats:
+        """One step of the run with an optimizer update per batch; collective."""
         with self._doing("update"):
-            return self._ready.update(micro, loss_tokens=loss_tokens, loss_sequences=loss_sequences)
+            return self._ready.update(batches)
 
     def logprobs(self, micro: Sequence[MicroBatch]) -> list[FloatArray]:
         with self._doing("logprobs"):
@@ -99,7 +104,14 @@ class LearnerRank:
             raise RuntimeError("nothing is staged on this rank")
         return {info.name: self._staged.digest(info.name) for info in self._staged.infos}
 
-    def connect(self, endpoints: Sequence[EngineEndpoint], backend: Literal["gloo", "nccl"] | None = None) -> int:
+    def connect(
+        self,
+        endpoints: Sequence[EngineEndpoint],
+        backend: Literal["gloo", "nccl"] | None = None,
+        *,
+        connect_seconds: float = 120.0,
+        send_seconds: float = 600.0,
+    ) -> int:
         """Make this rank the sender of a new transfer group with exactly these engines. Rank 0 only.
 
         Returns the generation of the group.
@@ -108,7 +120,9 @@ class LearnerRank:
             if self._sender is None:
                 from grpo_dist.weights.sender import WeightSender  # loads vllm: only where weights are sent from
 
-                self._sender = WeightSender(backend or self._ready.spec.backend)
+                self._sender = WeightSender(
+                    backend or self._ready.spec.backend, connect_seconds=connect_seconds, send_seconds=send_seconds
+                )
             return self._sender.connect(endpoints, _node_address())
 
     def send(self, version: int, verify: bool = True) -> SendReport:

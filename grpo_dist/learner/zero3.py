@@ -25,19 +25,22 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from grpo_dist.algorithms.objective import LossInputs, policy_loss
+from grpo_dist.config import AlgorithmSection
+from grpo_dist.errors import UserError
 from grpo_dist.learner import ds_checkpoint, self_check
 from grpo_dist.learner.ds_config import policy_config, reference_config
 from grpo_dist.learner.export import export_folder
 from grpo_dist.learner.lockstep import raise_together
 from grpo_dist.learner.model import LogprobHead, Packed, load_model, replace_head, token_logits, token_logprobs
 from grpo_dist.learner.spec import LearnerSpec, learning_rate
-from grpo_dist.metrics import Max, Stats, merge_stats
-from grpo_dist.types import FloatArray, MicroBatch, TensorInfo
+from grpo_dist.metrics import Max, Stats, Sum, merge_stats
+from grpo_dist.types import FloatArray, MicroBatch, RankBatch, TensorInfo
 from grpo_dist.weights.source import ShardedTensor, StagedWeights, ZeroWeightSource
 
 
@@ -71,6 +74,8 @@ class Zero3Policy:
         self.device = torch.device(spec.device)
         _seed(spec.seed, spec.rank, 0)
         join_group(spec)
+        if spec.model.dtype == "float16" and not get_accelerator().is_fp16_supported():
+            raise UserError(f"model.dtype float16 is not supported on this {spec.device}: use bfloat16 or float32")
         self._config = policy_config(spec)
         self._hf_config = _hf_config(self._config)  # transformers holds a weak reference: keep it alive
         model = load_model(spec.model, self.device)
@@ -105,40 +110,48 @@ class Zero3Policy:
 
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def update(self, micro: Sequence[MicroBatch], *, loss_tokens: int, loss_sequences: int) -> Stats:
-        """One optimizer step. Returns this rank's part of train/* and mismatch/*; merged over ranks they are exact.
+    def update(self, batches: Sequence[RankBatch]) -> Stats:
+        """One step of the run: an optimizer update per batch, mostly one. The clip acts from the second on.
 
-        A gradient that is not finite skips the step: weights and optimizer state stay as they are, bit for bit, and
-        ``train/skipped`` is 1. So does a batch without a single trained token.
+        Returns this rank's part of train/* and mismatch/*; merged over ranks they are exact. A gradient that is not
+        finite skips its update: weights and optimizer state stay as they are, bit for bit, and ``train/skipped`` is 1.
+        So does a batch without a single trained token.
         """
-        if not micro:
+        if not batches or not all(b.micro for b in batches):
             raise ValueError("an update needs at least one micro-batch on every rank (an empty one will do)")
         started, self._touched = time.monotonic(), True
         self.step += 1
         rate = learning_rate(self.step, self.spec.total_steps, self.spec.learner)
         for group in self.engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
+        # The denominator of the ratio, where it is the learner's own: of all batches, before the first update.
+        several = len(batches) > 1 and needs_own_logprobs(self.spec.algorithm)
+        before = [self.logprobs(b.micro) if several else [None] * len(b.micro) for b in batches]
+        updates = [self._update(b, old) for b, old in zip(batches, before, strict=True)]
+        if len(updates) > 1 and not several:  # the later ones measure against a policy that has moved
+            updates[1:] = [{n: s for n, s in u.items() if not n.startswith("mismatch/")} for u in updates[1:]]
+        stats: Stats = {"train/lr": Max(rate), "train/update_seconds": Max(time.monotonic() - started)}
+        return merge_stats([*(_share(u, len(updates)) for u in updates), stats])
+
+    def _update(self, batch: RankBatch, old: Sequence[FloatArray | None]) -> Stats:
         parts = []
-        for k, batch in enumerate(micro):
-            self.engine.set_gradient_accumulation_boundary(k == len(micro) - 1)
-            parts.append(self._backward(batch, loss_tokens, loss_sequences))
+        for k, (micro, old_logprobs) in enumerate(zip(batch.micro, old, strict=True)):
+            self.engine.set_gradient_accumulation_boundary(k == len(batch.micro) - 1)
+            parts.append(self._backward(micro, batch.loss_tokens, batch.loss_sequences, old_logprobs))
         applied = False
-        if loss_tokens > 0:
+        if batch.loss_tokens > 0:
             self.engine.step()
             applied = self.engine.was_step_applied()
         else:
             self.engine.optimizer.zero_grad()
-        norm = float(self.engine.get_global_grad_norm() or 0.0) if applied else float("nan")
-        stats: Stats = {
-            "train/lr": Max(rate),
-            "train/skipped": Max(0.0 if applied else 1.0),
-            "train/update_seconds": Max(time.monotonic() - started),
-        }
+        stats: Stats = {"train/skipped": Max(0.0 if applied else 1.0)}
         if applied:
-            stats["train/grad_norm"] = Max(norm)
+            stats["train/grad_norm"] = Max(float(self.engine.get_global_grad_norm() or 0.0))
         return merge_stats([*parts, stats])
 
-    def _backward(self, batch: MicroBatch, loss_tokens: int, loss_sequences: int) -> Stats:
+    def _backward(
+        self, batch: MicroBatch, loss_tokens: int, loss_sequences: int, old_logprobs: FloatArray | None = None
+    ) -> Stats:
         packed = Packed.of(batch, self.device)
         reference = self._reference_logprobs(packed)
         logprobs, entropy = token_logprobs(self.engine, self._head, packed)
@@ -149,6 +162,7 @@ class Zero3Policy:
         else:
             inputs = LossInputs(
                 logprobs=logprobs, advantages=packed.advantages, mask=packed.mask, segment_ids=packed.segment_ids,
+                old_logprobs=None if old_logprobs is None else torch.tensor(old_logprobs, device=self.device),
                 behavior_logprobs=packed.behavior_logprobs, reference_logprobs=reference, entropy=entropy,
             )  # fmt: skip
             loss, stats = policy_loss(
@@ -256,6 +270,16 @@ class Zero3Policy:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def needs_own_logprobs(algorithm: AlgorithmSection) -> bool:
+    """Whether the loss looks at the learner's log-probabilities of before the step."""
+    return algorithm.old_policy == "learner" or (algorithm.kl.beta > 0 and algorithm.kl.place == "reward")
+
+
+def _share(stats: Stats, updates: int) -> Stats:
+    """A sum (the loss of one update) becomes this update's share of the mean over updates; it still adds over ranks."""
+    return {name: Sum(s.total / updates) if isinstance(s, Sum) else s for name, s in stats.items()}
 
 
 def _hf_config(config: dict[str, Any]) -> Any:

@@ -48,6 +48,29 @@ class ProbeRank(LearnerRank):
         return {name: t.float().numpy().copy() for name, t in self._staged.tensors.items()}
 
 
+def fresh(policy: Any, *, dtype: str | None = None, algorithm: dict[str, Any] | None = None, **learner: Any) -> Any:
+    """Another policy in the same ranks, from the model folder, some keys changed: starts in a moment. Collective."""
+    from grpo_dist.learner.zero3 import Zero3Policy
+
+    old = policy.spec
+    model = old.model if dtype is None else old.model.model_copy(update={"dtype": dtype})
+    section = LearnerSection(**{**old.learner.model_dump(), **learner})
+    return Zero3Policy(
+        dataclasses.replace(old, model=model, learner=section, algorithm=AlgorithmSection(**(algorithm or {})))
+    )
+
+
+def weights(policy: Any) -> dict[str, np.ndarray] | None:
+    """On rank 0. Collective."""
+    staged = policy.stage(0)
+    return {name: t.float().numpy().copy() for name, t in staged.tensors.items()} if staged else None
+
+
+def furthest(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
 ProbeActor: Any = ray.remote(concurrency_groups={"control": 2})(ProbeRank)
 
 

@@ -1,0 +1,130 @@
+"""The learner's options: several updates per batch, offload, half precision. Two ranks, many policies in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from grpo_dist.errors import UserError
+from grpo_dist.metrics import merge_stats, stat_values
+from grpo_dist.types import Sample, TrainBatch
+from tests.integration.learner_probe import Group, fresh, furthest, samples, weights, with_behavior
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster: None, tiny_model: Path) -> Iterator[Group]:
+    made = Group(tiny_model, 2)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def on_policy(group: Group) -> list[Sample]:
+    """Sampled, as it were, by the policy of the folder: the first ratio is 1."""
+    raw = samples(24)
+    return with_behavior(raw, group.logprobs(group.batch(raw, 200)))
+
+
+def train(
+    group: Group, steps: list[list[TrainBatch]], **keys: Any
+) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """Statistics of each step and the weights afterwards, of a fresh policy with ``keys``."""
+
+    def run(policy: Any) -> tuple[list[Any], dict[str, np.ndarray] | None]:
+        made = fresh(policy, **keys)
+        stats = [made.update([b.of_rank(made.spec.rank) for b in step]) for step in steps]
+        return stats, weights(made)
+
+    answers = group.same("run", run)
+    merged = [stat_values(merge_stats(parts)) for parts in zip(*(a[0] for a in answers), strict=True)]
+    return merged, answers[0][1]
+
+
+def test_several_updates_are_single_ones_in_turn(group: Group, on_policy: list[Sample]) -> None:
+    first, second = group.batch(on_policy[:12], 100), group.batch(on_policy[12:], 100)
+    (together,), found = train(group, [[first, second]], learning_rate=3e-3)
+    (one, two), wanted = train(group, [[first], [second]], learning_rate=3e-3)
+    assert furthest(found, wanted) == 0
+    assert together["train/loss"] == pytest.approx((one["train/loss"] + two["train/loss"]) / 2, abs=1e-7)
+    assert together["train/grad_norm"] == max(one["train/grad_norm"], two["train/grad_norm"])
+    assert together["train/ratio_max"] == two["train/ratio_max"] > 1.001
+    assert together["mismatch/logprob_abs_max"] < 1e-5  # of the first update: the second's policy has moved
+    assert together["train/lr"] == pytest.approx(3e-3)
+
+
+def test_the_clip_acts_from_the_second_update_on(group: Group, on_policy: list[Sample]) -> None:
+    batch = group.batch(on_policy, 200)
+    (seen,), _ = train(group, [[batch]], learning_rate=1e-2)
+    assert seen["train/clip_fraction"] == 0
+    (seen,), _ = train(group, [[batch] * 4], learning_rate=1e-2)
+    assert seen["train/clip_fraction"] > 0.05
+
+
+def test_old_logprobs_of_the_learner_are_those_before_the_step(group: Group, on_policy: list[Sample]) -> None:
+    """Engine's values replaced by nonsense: with old_logprobs 'learner' the updates are those of an honest engine."""
+    honest, nonsense = group.batch(on_policy, 200), group.batch(samples(24, behavior=-1.0), 200)
+    (wanted,), honestly = train(group, [[honest] * 3], learning_rate=1e-2)
+    (seen,), found = train(group, [[nonsense] * 3], learning_rate=1e-2, algorithm={"old_logprobs": "learner"})
+    assert furthest(found, honestly) == 0
+    for name in ("train/loss", "train/clip_fraction", "train/ratio_max"):
+        assert seen[name] == pytest.approx(wanted[name], abs=1e-6)
+    assert seen["mismatch/logprob_abs_mean"] > 1  # measured against the engine, and before the first update
+
+
+@pytest.mark.parametrize("zero", [{"offload_optimizer": True}, {"offload_optimizer": True, "offload_parameters": True}])
+def test_offload_changes_nothing(group: Group, on_policy: list[Sample], zero: dict[str, bool]) -> None:
+    steps = [[group.batch(on_policy[:12], 100)], [group.batch(on_policy[12:], 100)]]
+    wanted, _ = train(group, steps)
+    seen, _ = train(group, steps, zero=zero)
+    for ours, theirs in zip(seen, wanted, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-6)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-5)
+
+
+def test_bfloat16_follows_fp32(group: Group, on_policy: list[Sample]) -> None:
+    """Losses near those of fp32, gradients summed in fp32, no step skipped; a NaN is."""
+    batch = group.batch(on_policy, 100)
+    wanted, _ = train(group, [[batch]] * 3)
+    seen, before = train(group, [[batch]] * 3, dtype="bfloat16")
+    for ours, theirs in zip(seen, wanted, strict=True):
+        assert ours["train/skipped"] == 0
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=0.02)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=0.05)
+    bad = group.batch([dataclasses.replace(s, advantages=s.advantages * np.float32("nan")) for s in on_policy], 100)
+    (*_, last), after = train(group, [*[[batch]] * 3, [bad]], dtype="bfloat16")
+    assert last["train/skipped"] == 1
+    assert furthest(after, before) == 0
+
+
+def test_a_dtype_the_device_lacks_is_the_users_error(group: Group) -> None:
+    def attempt(policy: Any) -> str:
+        try:
+            fresh(policy, dtype="float16").self_check()
+        except UserError as error:
+            return str(error)
+        return "float16 works here"
+
+    for answer in group.same("run", attempt):
+        assert answer.startswith(("model.dtype float16 is not supported on this cpu", "float16 works here"))
+
+
+def test_self_checks_hold_in_bfloat16(group: Group) -> None:
+    found = group.same("run", lambda policy: fresh(policy, dtype="bfloat16").self_check())
+    assert all(set(f) == {"packing", "gradient"} for f in found)
+
+
+def test_shares_survive_the_trip_to_the_actor(group: Group, on_policy: list[Sample]) -> None:
+    """``update_many`` of the actor itself, last in this file: it moves the group's own policy."""
+    batch = group.batch(on_policy, 200)
+    calls = [r.update_many.remote([batch.of_rank(i)] * 2) for i, r in enumerate(group.ranks)]
+    seen = stat_values(merge_stats(ray.get(calls)))
+    assert seen["train/skipped"] == 0
+    assert ray.get(group.ranks[0].ping.remote())["step"] == 1
