@@ -192,6 +192,17 @@ class VerifiersSection(Section):
     use: tuple[VerifierUse, ...] = Field(description="Verifiers and their weights.", min_length=1)
     placement: PlacementSection = Field(PlacementSection(cpus=0.25), description="What Ray reserves for a verifier actor.")
 
+    @model_validator(mode="after")
+    def _own_limits_end_first(self) -> VerifiersSection:
+        for use in self.use:
+            own = use.options.get("seconds")
+            if isinstance(own, (int, float)) and own + 1 > self.timeout:
+                raise ValueError(
+                    f"{use.name} has a limit of its own of {own} s, which must end at least 1 s before timeout "
+                    f"{self.timeout} s: otherwise what is a wrong answer would be counted as a failed verdict"
+                )
+        return self
+
 
 class KLSection(Section):
     beta: NonNegativeFloat = Field(0.0, description="Weight of the KL penalty; at 0 no reference policy is loaded.")

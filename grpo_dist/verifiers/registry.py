@@ -80,6 +80,7 @@ MODULES = {
     "numeric": "grpo_dist.verifiers.numeric",
     "math": "grpo_dist.verifiers.math",
     "choice": "grpo_dist.verifiers.choice",
+    "code": "grpo_dist.verifiers.code",
     "regex": "grpo_dist.verifiers.form",
     "format": "grpo_dist.verifiers.form",
     "length": "grpo_dist.verifiers.form",

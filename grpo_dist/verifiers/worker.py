@@ -34,10 +34,12 @@ class VerifierWorker:
         if self.pool is None:
             self.pool = VerifierPool(self.section.use, timeout=self.section.timeout, children=self.children)
         await self.pool.start()
+        runs_code = any(use.name == "code" for use in self.section.use)
         return {
             "node": _node_address(),
             "pid": os.getpid(),
             "verifiers": [use.label or use.name for use in self.section.use],
+            "isolation": strongest().level if runs_code else None,
         }
 
     async def score(self, items: Sequence[VerifyItem]) -> list[Verdict]:

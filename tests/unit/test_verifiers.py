@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config import VerifierUse
+from grpo_dist.config import VerifiersSection, VerifierUse
 from grpo_dist.errors import RecipeError
 from grpo_dist.types import VerifyItem
 from grpo_dist.verifiers.extract import marked_answer
@@ -73,6 +73,11 @@ def test_gold_problems() -> None:
         assert numeric.gold_problem(good) is None
     for bad in (None, True, ["4"], "", "Tuesday", "yes", "B", float("nan"), float("inf"), {"a": 1}):
         assert numeric.gold_problem(bad) is not None
+
+
+def test_own_limit_must_end_before_the_pools() -> None:
+    with pytest.raises(ValueError, match="must end at least 1 s before timeout"):
+        VerifiersSection.model_validate({"timeout": 5, "use": [{"name": "code", "seconds": 5}]})
 
 
 @pytest.mark.parametrize(
