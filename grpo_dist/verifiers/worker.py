@@ -15,6 +15,7 @@ from typing import Any
 from grpo_dist.config import VerifiersSection
 from grpo_dist.types import RolloutGroup, ScoredGroup, Verdict, VerifyItem
 from grpo_dist.verifiers.pool import VerifierPool
+from grpo_dist.verifiers.sandbox import strongest
 
 
 class VerifierWorker:
