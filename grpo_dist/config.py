@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
+Workers = Annotated[int, Field(gt=0, le=16384)]  # each is an actor: a slip of the finger must not plan a billion
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -145,7 +146,7 @@ class PlacementSection(Section):
 
 
 class RolloutSection(Section):
-    workers: Positive = Field(1, description="vLLM engines, one Ray actor each.")
+    workers: Workers = Field(1, description="vLLM engines, one Ray actor each.")
     tensor_parallel: Positive = Field(1, description="GPUs (or CPU ranks) per engine.")
     group_size: int = Field(16, description="G, completions per prompt.")
     groups_per_step: Positive = Field(32, description="Prompts per optimizer step.")
@@ -186,7 +187,7 @@ class VerifierUse(Section):
 
 
 class VerifiersSection(Section):
-    workers: Positive = Field(1, description="Verifier actors.")
+    workers: Workers = Field(1, description="Verifier actors.")
     timeout: PositiveFloat = Field(10.0, description="Seconds one verdict may take; then the sample is masked and counted.")
     max_error_rate: Fraction = Field(0.5, description="Above this share of failed verdicts in a step the run stops.")
     use: tuple[VerifierUse, ...] = Field(description="Verifiers and their weights.", min_length=1)
@@ -344,7 +345,7 @@ class ZeroSection(Section):
 
 
 class LearnerSection(Section):
-    ranks: Positive = Field(1, description="DeepSpeed ZeRO-3 ranks, one Ray actor each.")
+    ranks: Workers = Field(1, description="DeepSpeed ZeRO-3 ranks, one Ray actor each.")
     learning_rate: NonNegativeFloat = Field(1e-6, description="Peak rate of AdamW.")
     schedule: ScheduleSection = Field(ScheduleSection(), description="Learning rate over steps.")
     optimizer: OptimizerSection = Field(OptimizerSection(), description="AdamW.")
