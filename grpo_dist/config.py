@@ -180,6 +180,9 @@ class VerifierUse(Section):
     requires: str | None = Field(
         None, description="Label of a verifier that must say 'correct' first, or 'correct' for all others; otherwise this part is 0."
     )
+    audit: float | None = Field(
+        None, gt=0, le=1, description="Watch instead of training: this share of the samples is judged, the reward is unchanged."
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -188,6 +191,7 @@ class VerifierUse(Section):
 
 class VerifiersSection(Section):
     workers: Workers = Field(1, description="Verifier actors.")
+    children: Positive = Field(1, description="Answers that one actor judges at a time; raise it for remote verifiers.")
     timeout: PositiveFloat = Field(10.0, description="Seconds one verdict may take; then the sample is masked and counted.")
     max_error_rate: Fraction = Field(0.5, description="Above this share of failed verdicts in a step the run stops.")
     use: tuple[VerifierUse, ...] = Field(description="Verifiers and their weights.", min_length=1)

@@ -18,6 +18,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -31,6 +32,8 @@ from grpo_dist.config import VerifierUse
 from grpo_dist.errors import RecipeError, WorkerLost
 from grpo_dist.types import Verdict, VerifyItem
 from grpo_dist.verifiers.child import decode_verdict, encode
+from grpo_dist.verifiers.reward_model import reward_models
+from grpo_dist.verifiers.reward_scorer import RewardScorer, attached, texts_of
 
 MEMORY_BYTES = 2 << 30
 START_SECONDS = 120.0
@@ -90,6 +93,9 @@ class VerifierPool:
         self.counts = Counts()
         self._places = _Places(children, spares)
         self._most_idle = children
+        self._models = reward_models(self.uses)
+        self._scorers: dict[str, RewardScorer] = {}
+        self._scorers_lock = threading.Lock()
         self._idle: list[_Child] = []
         self._nursery: _Nursery | None = None
         self._starting = asyncio.Lock()
@@ -105,7 +111,17 @@ class VerifierPool:
 
     async def score(self, items: Sequence[VerifyItem]) -> list[Verdict]:
         """One verdict per item, in order."""
+        if self._models:
+            items = await asyncio.to_thread(self._attach, items)
         return list(await asyncio.gather(*(self._score(item) for item in items)))
+
+    def _attach(self, items: Sequence[VerifyItem]) -> Sequence[VerifyItem]:
+        """What the reward models say; they are loaded on first use."""
+        with self._scorers_lock:
+            for options in self._models:
+                if options.path not in self._scorers:
+                    self._scorers[options.path] = RewardScorer(options)
+            return attached(items, {path: scorer.score(texts_of(items)) for path, scorer in self._scorers.items()})
 
     async def close(self) -> None:
         if self._nursery is not None:

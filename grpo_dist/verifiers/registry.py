@@ -14,7 +14,9 @@ import difflib
 import importlib
 import math
 import time
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -81,6 +83,8 @@ MODULES = {
     "math": "grpo_dist.verifiers.math",
     "choice": "grpo_dist.verifiers.choice",
     "code": "grpo_dist.verifiers.code",
+    "judge": "grpo_dist.verifiers.judge",
+    "reward_model": "grpo_dist.verifiers.reward_model",
     "regex": "grpo_dist.verifiers.form",
     "format": "grpo_dist.verifiers.form",
     "length": "grpo_dist.verifiers.form",
@@ -137,6 +141,7 @@ class Entry:
     options: Options
     weight: float
     requires: str | None
+    audit: float | None = None
 
 
 def build(uses: Sequence[VerifierUse]) -> Judge:
@@ -172,7 +177,7 @@ def _entry(use: VerifierUse, key: str) -> tuple[Entry | None, list[str]]:
             options = verifier.prepare(options)
         except ValueError as error:
             return None, [f"{key} ({use.name}): {error}"]
-    return Entry(use.label or use.name, verifier, options, use.weight, use.requires), []
+    return Entry(use.label or use.name, verifier, options, use.weight, use.requires, use.audit), []
 
 
 def _option_problem(key: str, verifier: Verifier, detail: Any) -> str:
@@ -217,7 +222,7 @@ class Judge:
         """The entries for a row that chose ``chosen``. Raises KeyError if nothing of that name can judge it."""
         if chosen is None:
             return self.entries
-        answering = [entry for entry in self.entries if entry.verifier.gold is not None]
+        answering = [entry for entry in self.entries if entry.verifier.gold is not None and entry.audit is None]
         taken = [entry for entry in answering if chosen in (entry.label, entry.verifier.name)]
         if not taken:
             verifier = find(chosen)
@@ -225,8 +230,7 @@ class Judge:
             if verifier.prepare is not None:
                 options = verifier.prepare(options)
             taken = [Entry(chosen, verifier, options, 1.0, None)]
-        others = [entry for entry in self.entries if entry.verifier.gold is None]
-        return (*taken, *others)
+        return (*taken, *(entry for entry in self.entries if entry not in answering))
 
     def gold_problem(self, answer: Any, chosen: str | None = None) -> str | None:
         """What a gold answer had to be, if this one will not do for the verifiers of its row."""
@@ -244,10 +248,15 @@ class Judge:
     def judge(self, item: VerifyItem) -> Verdict:
         started = time.perf_counter()
         parts: dict[str, float] = {}
+        audits: dict[str, float] = {}
         said: dict[str, bool | None] = {}
         reward = 0.0
         try:
             for entry in self.applicable(item.verifier):
+                if entry.audit is not None:
+                    if _is_audited(item, entry.audit):
+                        _audit(item, entry, audits)
+                    continue
                 part = _open_gate(entry, said)
                 if part is None:
                     part = entry.verifier.judge(item, entry.options)
@@ -264,7 +273,20 @@ class Judge:
         if not parts:
             return Verdict(None, error="no verifier applies to this row", seconds=seconds)
         opinions = [correct for correct in said.values() if correct is not None]
-        return Verdict(reward, all(opinions) if opinions else None, parts, seconds=seconds)
+        return Verdict(reward, all(opinions) if opinions else None, parts | audits, seconds=seconds)
+
+
+def _is_audited(item: VerifyItem, share: float) -> bool:
+    """The same answer for the same sample, in every process and on every replay."""
+    return zlib.crc32(f"{item.id}/{item.completion}".encode(errors="replace")) < share * 2**32
+
+
+def _audit(item: VerifyItem, entry: Entry, audits: dict[str, float]) -> None:
+    # An audit only watches: when it fails, the sample is as good as if it had not been drawn.
+    with suppress(Exception):
+        if (part := entry.verifier.judge(item, entry.options)) is not None:
+            _refuse_out_of_range(entry, part.value)
+            audits[entry.label] = part.value
 
 
 def _open_gate(entry: Entry, said: dict[str, bool | None]) -> Part | None:

@@ -23,17 +23,17 @@ class VerifierWorker:
 
     Args:
         section: the recipe's ``verifiers``.
-        children: items judged at a time by this actor.
     """
 
-    def __init__(self, section: VerifiersSection, children: int = 1) -> None:
-        self.section, self.children = section, children
+    def __init__(self, section: VerifiersSection) -> None:
+        self.section = section
         self.pool: VerifierPool | None = None
 
     async def ready(self) -> dict[str, Any]:
         """Brings up the judging processes. Raises RecipeError if the verifiers cannot be built."""
         if self.pool is None:
-            self.pool = VerifierPool(self.section.use, timeout=self.section.timeout, children=self.children)
+            section = self.section
+            self.pool = VerifierPool(section.use, timeout=section.timeout, children=section.children)
         await self.pool.start()
         runs_code = any(use.name == "code" for use in self.section.use)
         return {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.config import VerifiersSection
-from grpo_dist.types import Completion, GroupRequest, Prompt, RolloutGroup, ScoredGroup, VerifyItem
+from grpo_dist.types import Completion, GroupRequest, Prompt, RolloutGroup, ScoredGroup, Verdict, VerifyItem
 from grpo_dist.verifiers.worker import VerifierWorker
 
 pytestmark = pytest.mark.ray
@@ -67,3 +67,47 @@ async def _gone(pids: list[int]) -> bool:
             return True
         await asyncio.sleep(0.05)
     return False
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def expected(classifier: Path, texts: list[str]) -> list[float]:
+    """One text at a time, by plain transformers."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(classifier)
+    model = AutoModelForSequenceClassification.from_pretrained(classifier).eval()
+    with torch.inference_mode():
+        return [
+            float(torch.sigmoid(model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0]))
+            for text in texts
+        ]
+
+
+def test_reward_model_without_ray(classifier: Path) -> None:
+    from grpo_dist.config import VerifierUse
+    from grpo_dist.verifiers.pool import VerifierPool
+
+    async def score() -> list[Verdict]:
+        use = VerifierUse.model_validate({"name": "reward_model", "path": str(classifier)})
+        pool = VerifierPool([use], timeout=10)
+        try:
+            return await pool.score([VerifyItem("x", "2+2=", text, "stop", None) for text in ("4", "5")])
+        finally:
+            await pool.close()
+
+    verdicts = asyncio.run(score())
+    assert [verdict.reward for verdict in verdicts] == pytest.approx(expected(classifier, ["2+2=4", "2+2=5"]), abs=1e-5)
