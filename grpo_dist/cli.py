@@ -124,6 +124,37 @@ def export(
 
 
 @app.command()
+def score(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL rows {prompt?, completion, answer, verifier?}.")],
+    verifier: Annotated[str | None, typer.Option(help="Judges the rows that name none.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Answers judged at a time.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds that one verdict may take.")] = 10.0,
+) -> int:
+    """Score rows with the verifiers of training; one JSON verdict per row, in order, on standard output."""
+    from grpo_dist.verifiers.score import score_file
+
+    summary = score_file(file, sys.stdout, verifier=verifier, workers=workers, timeout=timeout)
+    first = f"; the first: {summary.first_error}" if summary.first_error else ""
+    print(f"{summary.rows} rows, {summary.correct} correct, {summary.errors} without a verdict{first}", file=sys.stderr)
+    return 0
+
+
+@app.command()
+def replay(
+    run: RunArgument,
+    step: Annotated[int, typer.Option(help="The step whose rollouts are scored again.")],
+    workers: Annotated[int, typer.Option(min=1, help="Answers judged at a time.")] = 1,
+) -> int:
+    """Score the dumped rollouts of a step again: do rewards and advantages agree with what was trained on?"""
+    folder = run_folder(run)
+    from grpo_dist.replay import replay as score_again
+
+    found = score_again(folder, step, workers=workers)
+    print("\n".join(found.lines()))
+    return 0 if found.agrees else 1
+
+
+@app.command()
 def report(
     run: RunArgument,
     out: Annotated[Path | None, typer.Option(help="File to write; by default report.html in the run's folder.")] = None,

@@ -261,3 +261,18 @@ class TestSubmission:
         assert status == 2
         assert err.startswith("grpo-dist: ")
         assert "Traceback" not in err
+
+
+def test_score_prints_one_verdict_a_row(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"completion": "7", "answer": "7"}\n{"completion": "8", "answer": "7"}\n')
+    status, out, err = run(capfd, "score", str(rows), "--verifier", "exact")
+    assert status == 0
+    assert [json.loads(line)["reward"] for line in out.splitlines()] == [1.0, 0.0]
+    assert "2 rows, 1 correct, 0 without a verdict" in err
+
+
+def test_replay_of_what_is_not_there_is_exit_2(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, _, err = run(capfd, "replay", str(tmp_path), "--step", "1")
+    assert status == 2
+    assert "holds a run" in err
