@@ -63,14 +63,17 @@ class DataSource(Section):
 
 
 class EvaluationData(Section):
-    source: str | None = Field(None, description="Own evaluation source; otherwise rows are held out of the training one.")
+    source: str | None = Field(
+        None, description="Own evaluation source; otherwise rows are held out of the training one."
+    )
     split: str = Field("test", description="Split of the evaluation source.")
     size: NonNegative = Field(0, description="Rows to evaluate on (held out by content hash); 0 turns evaluation off.")
 
 
 class DataSection(Section):
     source: str | None = Field(
-        None, description="JSONL/JSON/CSV/Parquet file, data set folder or hub name, 'reasoning_gym:TASK', or 'quickstart'."
+        None,
+        description="JSONL/JSON/CSV/Parquet file, data set folder or hub name, 'reasoning_gym:TASK', or 'quickstart'.",
     )
     split: str = Field("train", description="Split of a Hugging Face data set.")
     subset: str | None = Field(None, description="Configuration of a Hugging Face data set, e.g. 'main'.")
@@ -78,9 +81,13 @@ class DataSection(Section):
     limit: Positive | None = Field(None, description="Only the first rows of the source.")
     mix: tuple[DataSource, ...] = Field((), description="Several sources, drawn by weight; instead of source.")
     columns: DataColumns = Field(DataColumns(), description="Which column means what.")
-    template: Literal["chat", "raw"] = Field("chat", description="'chat' applies the tokenizer's chat template; 'raw' sends the text.")
+    template: Literal["chat", "raw"] = Field(
+        "chat", description="'chat' applies the tokenizer's chat template; 'raw' sends the text."
+    )
     system_prompt: str | None = Field(None, description="System message put before each chat prompt.")
-    max_prompt_tokens: Positive = Field(1024, description="Longer prompts, measured after the template, are dropped and counted.")
+    max_prompt_tokens: Positive = Field(
+        1024, description="Longer prompts, measured after the template, are dropped and counted."
+    )
     shuffle: bool = Field(True, description="New order each epoch, fixed by run.seed; false keeps file order.")
     evaluation: EvaluationData = Field(EvaluationData(), description="Held-out prompts.")
 
@@ -99,15 +106,21 @@ class DataSection(Section):
             return self.mix
         return (
             DataSource(
-                source=self.source, split=self.split, subset=self.subset, columns=self.columns,
-                parameters=self.parameters, limit=self.limit,
-            ),  # fmt: skip
+                source=self.source,
+                split=self.split,
+                subset=self.subset,
+                columns=self.columns,
+                parameters=self.parameters,
+                limit=self.limit,
+            ),
         )
 
 
 class TrainSampling(Section):
     temperature: float = Field(1.0, description="Of the behaviour policy; the learner scales its logits alike.")
-    top_p: float = Field(1.0, description="Must be 1 in training: truncated sampling is another distribution than the learner's.")
+    top_p: float = Field(
+        1.0, description="Must be 1 in training: truncated sampling is another distribution than the learner's."
+    )
     top_k: int = Field(-1, description="Must be off (-1) in training, as top_p.")
     min_p: float = Field(0.0, description="Must be 0 in training, as top_p.")
     max_tokens: Positive = Field(1024, description="Longest completion; one that reaches it is 'truncated'.")
@@ -140,8 +153,12 @@ class EvalSampling(Section):
 class PlacementSection(Section):
     """What Ray reserves for one worker of a role, and where. GPUs follow from the role's own keys."""
 
-    cpus: PositiveFloat = Field(0.5, description="CPU cores that Ray reserves for one worker (not a limit on what it uses).")
-    resources: dict[str, PositiveFloat] = Field({}, description="Custom Ray resources of one worker, e.g. {learner_node: 1}.")
+    cpus: PositiveFloat = Field(
+        0.5, description="CPU cores that Ray reserves for one worker (not a limit on what it uses)."
+    )
+    resources: dict[str, PositiveFloat] = Field(
+        {}, description="Custom Ray resources of one worker, e.g. {learner_node: 1}."
+    )
     labels: dict[str, str] = Field({}, description="Labels a node must have, e.g. {grpo.dev/role: rollout}.")
 
 
@@ -152,7 +169,9 @@ class RolloutSection(Section):
     groups_per_step: Positive = Field(32, description="Prompts per optimizer step.")
     max_staleness: NonNegative = Field(0, description="k: how many versions a rollout may lag; 0 is synchronous.")
     sampling: TrainSampling = Field(TrainSampling(), description="Sampling of training rollouts.")
-    engine: dict[str, Any] = Field({}, description="Passed to vLLM's engine as they are (max_num_seqs, kv_cache_memory_bytes, …).")
+    engine: dict[str, Any] = Field(
+        {}, description="Passed to vLLM's engine as they are (max_num_seqs, kv_cache_memory_bytes, …)."
+    )
     placement: PlacementSection = Field(PlacementSection(cpus=0.5), description="What Ray reserves for an engine.")
 
     @model_validator(mode="after")
@@ -178,10 +197,14 @@ class VerifierUse(Section):
     weight: float = Field(1.0, description="Its share in the reward: reward = sum of weight x part.")
     label: str | None = Field(None, description="Name of its part in logs; needed when one verifier is used twice.")
     requires: str | None = Field(
-        None, description="Label of a verifier that must say 'correct' first, or 'correct' for all others; otherwise this part is 0."
+        None,
+        description="Label of a verifier that must say 'correct' first, or 'correct' for all others; otherwise this part is 0.",
     )
     audit: float | None = Field(
-        None, gt=0, le=1, description="Watch instead of training: this share of the samples is judged, the reward is unchanged."
+        None,
+        gt=0,
+        le=1,
+        description="Watch instead of training: this share of the samples is judged, the reward is unchanged.",
     )
 
     @property
@@ -192,10 +215,14 @@ class VerifierUse(Section):
 class VerifiersSection(Section):
     workers: Workers = Field(1, description="Verifier actors.")
     children: Positive = Field(1, description="Answers that one actor judges at a time; raise it for remote verifiers.")
-    timeout: PositiveFloat = Field(10.0, description="Seconds one verdict may take; then the sample is masked and counted.")
+    timeout: PositiveFloat = Field(
+        10.0, description="Seconds one verdict may take; then the sample is masked and counted."
+    )
     max_error_rate: Fraction = Field(0.5, description="Above this share of failed verdicts in a step the run stops.")
     use: tuple[VerifierUse, ...] = Field(description="Verifiers and their weights.", min_length=1)
-    placement: PlacementSection = Field(PlacementSection(cpus=0.25), description="What Ray reserves for a verifier actor.")
+    placement: PlacementSection = Field(
+        PlacementSection(cpus=0.25), description="What Ray reserves for a verifier actor."
+    )
 
     @model_validator(mode="after")
     def _own_limits_end_first(self) -> VerifiersSection:
@@ -242,7 +269,8 @@ class CorrectionSection(Section):
     )
     cap: PositiveFloat = Field(2.0, description="Largest weight (truncated importance sampling).")
     mask: Literal["none", "token", "sequence", "geometric"] = Field(
-        "none", description="Drop tokens or completions whose ratio (its product, its geometric mean) leaves [low, high]."
+        "none",
+        description="Drop tokens or completions whose ratio (its product, its geometric mean) leaves [low, high].",
     )
     low: NonNegativeFloat = Field(0.5, description="Smallest ratio that is kept.")
     high: PositiveFloat = Field(2.0, description="Largest ratio that is kept.")
@@ -291,7 +319,9 @@ class AlgorithmSection(Section):
     clip_dual: float | None = Field(
         None, gt=1, description="Dual clip (clip, gspo, sequence_ratio): largest ratio with a negative advantage."
     )
-    sapo_tau_positive: PositiveFloat = Field(1.0, description="objective: sapo, steepness where the advantage is positive.")
+    sapo_tau_positive: PositiveFloat = Field(
+        1.0, description="objective: sapo, steepness where the advantage is positive."
+    )
     sapo_tau_negative: PositiveFloat = Field(1.05, description="objective: sapo, steepness where it is negative.")
     entropy_bonus: NonNegativeFloat = Field(0.0, description="Weight of the entropy that is added to the objective.")
     kl: KLSection = Field(KLSection(), description="Penalty towards the reference policy.")
@@ -304,7 +334,8 @@ class AlgorithmSection(Section):
         CorrectionSection(), description="Engine/learner mismatch: a preset's name, or the keys themselves."
     )
     max_step0_mismatch: PositiveFloat = Field(
-        0.1, description="Mean |engine - learner log-probability| allowed while both hold the same weights; above it the run stops."
+        0.1,
+        description="Mean |engine - learner log-probability| allowed while both hold the same weights; above it the run stops.",
     )
 
     @model_validator(mode="after")
@@ -368,13 +399,18 @@ class LearnerSection(Section):
             "gradient_clipping", "bf16", "fp16", "managed_gradient_accumulation", "checkpoint",
         }  # fmt: skip
         if taken := sorted(owned & set(self.deepspeed)):
-            raise ValueError(f"deepspeed.{taken[0]} is set by grpo_dist and cannot be given; see the learner's own keys")
+            raise ValueError(
+                f"deepspeed.{taken[0]} is set by grpo_dist and cannot be given; see the learner's own keys"
+            )
         return self
 
 
 class WeightsSection(Section):
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="'auto' takes nccl on GPUs and gloo on CPUs.")
-    verify: Literal["always", "first", "sampled", "never"] = Field("always", description="Which publications are checked by a digest per tensor; the first always is, unless never.")
+    verify: Literal["always", "first", "sampled", "never"] = Field(
+        "always",
+        description="Which publications are checked by a digest per tensor; the first always is, unless never.",
+    )
     verify_every: Positive = Field(10, description="With verify: sampled.")
 
 
@@ -389,7 +425,9 @@ class EvaluateSection(Section):
 
 
 class WandbSection(Section):
-    mode: Literal["auto", "online", "offline", "disabled"] = Field("auto", description="'auto': online when an API key is set, else offline.")
+    mode: Literal["auto", "online", "offline", "disabled"] = Field(
+        "auto", description="'auto': online when an API key is set, else offline."
+    )
     project: str = Field("grpo-dist", description="W&B project.")
     entity: str | None = Field(None, description="W&B user or team.")
     tags: tuple[str, ...] = Field((), description="W&B tags.")

@@ -10,7 +10,7 @@ class GrpoDistError(Exception):
 
 
 class UserError(GrpoDistError):
-    """The input is wrong: a recipe, a data row, a path, more workers than there is room for. Shown without traceback."""
+    """The input is wrong: a recipe, a data row, a path, more workers than there is room for. No traceback."""
 
     exit_code = 2
 

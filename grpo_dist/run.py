@@ -36,6 +36,7 @@ from grpo_dist.monitor.tracking import Tracker, open_tracker
 from grpo_dist.rollout.pipeline import RolloutPipeline
 from grpo_dist.types import RunState, Sample, ScoredGroup, TrainBatch, WeightUpdate
 from grpo_dist.verifiers.registry import build
+from grpo_dist.verifiers.watch import Watch
 
 # What a scheduler sends ahead of taking the machine away asks to be requeued; the others are a person's.
 STOP_SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGUSR1: 85}
@@ -75,6 +76,7 @@ class Run:
         self._fresh_weights = not state.buffered
         self._skipped_in_a_row = 0
         self._advisor = Advisor()
+        self._watch = Watch(recipe.verifiers.use)
 
     # --- opening and closing ----------------------------------------------------------------------------------------
 
@@ -112,6 +114,8 @@ class Run:
         self.fleet = await Fleet.start(self.recipe, model, here, event=self.folder.append_event, tell=self.console.say)
         stack.push_async_callback(self.fleet.end)
         self.console.say(f"sampling: {self.fleet.effective_sampling()}")
+        if isolation := self.fleet.isolation():
+            self.console.say(f"code is run under: {isolation}")
         if checkpoint is not None:
             self.console.waiting(f"the learner to load {checkpoint.name}")
             await self.fleet.learner.load(checkpoint)
@@ -248,12 +252,13 @@ class Run:
         step = self.state.step
         rollouts = rollout_metrics(groups, step - 1)
         values = stat_values(merge_stats([rollouts, batch_metrics(batch), learned]))
-        values |= self._times(pipeline, values) | _weights(sent) | self.fleet.sizes()
+        watched, alarms = self._watch.look(groups)
+        values |= self._times(pipeline, values) | _weights(sent) | self.fleet.sizes() | watched
         self.folder.write_rollouts(step, groups, samples)
         self.folder.append_metrics(step, values)
         self.tracker.log(step, values)
         self.console.step(step, values)
-        for text in self._advisor.look(values):
+        for text in [*self._advisor.look(values), *alarms]:
             self.warn(text)
 
     def _times(self, pipeline: RolloutPipeline, values: dict[str, float]) -> dict[str, float]:
@@ -363,7 +368,8 @@ def _restore(
         print(f"checkpoint refused: {reason}")
     if path is not None and state.prompts != prompts.fingerprint:
         raise UserError(
-            f"the training prompts are not those of checkpoint {path}: data.source {recipe.data.source} has changed, "
+            f"the training prompts are not those of checkpoint {path}: "
+            f"{', '.join(source.source for source in recipe.data.sources)}, or a key of the section data, has changed, "
             "so the place in the data that the checkpoint holds means nothing; start a run of another name"
         )
     folder.truncate(state.step)

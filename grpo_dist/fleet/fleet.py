@@ -219,6 +219,11 @@ class Fleet:
             f"; the model folder's generation_config asks for {ignored}, which is not used" if ignored else ""
         )
 
+    def isolation(self) -> str | None:
+        """How the verifiers keep programs apart from the machine; None when no verifier runs any."""
+        levels = {m.info.get("isolation") for m in self.verifiers.members.values()} - {None}
+        return ", ".join(sorted(map(str, levels))) or None
+
     def endpoints(self) -> list[EngineEndpoint]:
         return [
             EngineEndpoint(m.name, m.actor, m.info["world_size"], m.info["incarnation"])

@@ -366,5 +366,3 @@ def test_a_dead_peer_is_an_error_not_a_wait(ray_cluster: None, tiny_model: Path,
         pickle.loads(pickle.dumps(caught.value.cause))
     finally:
         group.end()
-
-

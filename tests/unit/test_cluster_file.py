@@ -1,7 +1,5 @@
 """Cluster files: every problem with key and line; what a back end cannot do, with its reason; who lives where."""
 
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -25,7 +25,6 @@ class Report:
     bytes: int = 12
     digests_ok: bool | None = True
     digest: str | None = None
-    digest: str | None = None
 
 
 @dataclass
