@@ -1,6 +1,6 @@
 """Ray's Jobs API for real: a head with token authentication; jobs that succeed, fail, stop; clients that get lost.
 
-The run is the stand-in. The head is started by our own node runner, so its clean-up is under test as well.
+Most runs are the stand-in, one is the real training. The head is started by our own node runner, so its clean-up is under test as well.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from grpo_dist.launch.tokens import clean_env
 from grpo_dist.submit import records, verbs
 from grpo_dist.submit.backend import Unreachable
 from grpo_dist.submit.ray_api import RayApi
+from tests.integration.runs import metrics, recipe_for, write_recipe
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
@@ -152,6 +153,19 @@ def test_submit_status_logs_and_success(runs: Runs) -> None:
     lines.clear()
     verbs.logs("ok", role="verifier", say=lines.append)
     assert any("stand-in worker says hello" in line for line in lines)
+
+
+def test_the_real_training_is_the_entry_point_of_a_job(runs: Runs, tiny_model: Path) -> None:
+    """Not the stand-in: engines, verifiers and learner join the cluster that the job runs in."""
+    file = write_recipe(
+        runs.folder / "recipe.yaml", recipe_for(runs.folder, tiny_model, run={"name": "real", "steps": 2})
+    )
+    assert verbs.submit(file, runs.cluster(), ["run.name=real"], say=lambda _: None) == 0
+    code, lines = runs.follow("real")
+    assert code == 0, lines
+    rows = metrics(runs.folder / "runs" / "real")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["mismatch/logprob_abs_max"] for row in rows) <= 1e-4
 
 
 def test_no_secret_in_job_or_files(runs: Runs) -> None:
