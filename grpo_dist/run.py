@@ -31,8 +31,9 @@ from grpo_dist.metrics import Stats, batch_metrics, merge_stats, rollout_metrics
 from grpo_dist.model_folder import load_config, load_tokenizer, refuse_beyond_context, resolve_model
 from grpo_dist.monitor.advice import Advisor
 from grpo_dist.monitor.console import Console, open_console
-from grpo_dist.monitor.records import RunFolder
+from grpo_dist.monitor.records import RunFolder, last_step
 from grpo_dist.monitor.tracking import Tracker, open_tracker
+from grpo_dist.rollout.engine_keys import refuse_unknown_engine_keys
 from grpo_dist.rollout.pipeline import RolloutPipeline
 from grpo_dist.types import RunState, Sample, ScoredGroup, TrainBatch, WeightUpdate
 from grpo_dist.verifiers.registry import build
@@ -72,6 +73,8 @@ class Run:
         self._saved_step: int | None = state.step if state.step else None
         self._learner_clean = True  # the learner holds exactly state.step: False from an update's start to its commit
         self._stop: signal.Signals | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._unrecorded: tuple[Sequence[ScoredGroup], Sequence[Sample], TrainBatch, Stats] | None = None
         # Until the first update, samples and learner have the same weights; groups of a former process may be older.
         self._fresh_weights = not state.buffered
         self._skipped_in_a_row = 0
@@ -90,6 +93,7 @@ class Run:
             WorkerLost: a worker did not become ready.
         """
         async with AsyncExitStack() as stack:
+            refuse_unknown_engine_keys(recipe.rollout.engine)
             model = resolve_model(recipe.model)
             refuse_beyond_context(recipe, load_config(model, recipe.model))
             prompts = load_prompts(
@@ -102,10 +106,11 @@ class Run:
             run = cls(recipe, folder, prompts, state, store)
             run.console = stack.enter_context(open_console(recipe, state.step))
             here = stack.enter_context(cluster())
-            stack.enter_context(run._signals())
-            await run._start_fleet(stack, here, model, checkpoint)
+            stack.enter_context(run._signals())  # after Ray's start, which installs handlers of its own
+            with run._interruptible_start():
+                await run._start_fleet(stack, here, model, checkpoint)
             run.tracker = open_tracker(recipe, folder.path, run_id=state.wandb_id, warn=run.warn)
-            stack.callback(run._close_tracker)
+            stack.push_async_exit(run._close_tracker)
             run.state = replace(state, wandb_id=run.tracker.run_id, prompts=prompts.fingerprint)
             yield run
 
@@ -121,8 +126,25 @@ class Run:
             await self.fleet.learner.load(checkpoint)
             self.folder.append_event("resumed", step=self.state.step, checkpoint=str(checkpoint))
 
-    def _close_tracker(self) -> None:
-        self.tracker.close()
+    async def _close_tracker(self, kind: type[BaseException] | None, *_: object) -> None:
+        failed = kind is not None and not issubclass(kind, Interrupted)
+        await asyncio.to_thread(self.tracker.close, 1 if failed else 0)  # up to half a minute: signals are still heard
+
+    @contextmanager
+    def _interruptible_start(self) -> Iterator[None]:
+        """A signal while workers start ends the start: there is nothing to finish."""
+        self._starting = asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._stop is None:
+                raise
+            raise Interrupted(
+                f"stopped by {self._stop.name} while the workers were starting: nothing had to be saved",
+                exit_code=STOP_SIGNALS[self._stop],
+            ) from None
+        finally:
+            self._starting = None
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -133,8 +155,11 @@ class Run:
             if self._stop is not None:
                 self.console.say(f"{received.name} again: leaving now; the last checkpoint is step {self._saved_step}")
                 sys.stdout.flush()
-                os._exit(STOP_SIGNALS[received])  # at once: no handler, no wait
+                os._exit(1)  # at once: no handler, no wait, and not the status of a clean save
             self._stop = received
+            if self._starting is not None:
+                self._starting.cancel()
+                return
             self.console.say(f"{received.name}: finishing the step at hand, then saving (again: leave at once)")
 
         for number in STOP_SIGNALS:
@@ -165,7 +190,6 @@ class Run:
 
     async def take(self, pipeline: RolloutPipeline) -> list[ScoredGroup]:
         """The groups of the next step. Raises GrpoDistError when too many verdicts failed."""
-        self.clock = Clock()
         self.console.waiting("rollouts", lambda: _window_text(pipeline))
         groups = await pipeline.take(self.recipe.rollout.groups_per_step)
         failed = [v for g in groups for v in g.verdicts if v.reward is None]
@@ -207,9 +231,12 @@ class Run:
             )
         return learned
 
-    def commit(self, step: int, groups: Sequence[ScoredGroup], batch: TrainBatch) -> None:
+    def commit(
+        self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[Sample], batch: TrainBatch, learned: Stats
+    ) -> None:
         """From here on the step counts: its groups are never trained again."""
         self._learner_clean = True
+        self._unrecorded = groups, samples, batch, learned
         self.state = replace(
             self.state,
             step=step,
@@ -244,22 +271,28 @@ class Run:
         self.folder.append_event("published", version=sent.version, engines=sent.engines, digest=sent.digest)
         return sent
 
-    def record(
-        self, groups: Sequence[ScoredGroup], samples: Sequence[Sample], batch: TrainBatch, learned: Stats,
-        sent: WeightUpdate, pipeline: RolloutPipeline,
-    ) -> None:  # fmt: skip
-        """Everything known of the finished step, to the run folder, the tracker and the display."""
+    def record(self, sent: WeightUpdate | None, pipeline: RolloutPipeline) -> None:
+        """Everything known of the committed step, to the run folder, the tracker and the display.
+
+        ``sent`` is None when its weights did not reach the engines: what was trained is on record all the same.
+        """
+        assert self._unrecorded is not None, "record() once per commit()"
+        groups, samples, batch, learned = self._unrecorded
+        self._unrecorded = None
         step = self.state.step
         rollouts = rollout_metrics(groups, step - 1)
         values = stat_values(merge_stats([rollouts, batch_metrics(batch), learned]))
         watched, alarms = self._watch.look(groups)
-        values |= self._times(pipeline, values) | _weights(sent) | self.fleet.sizes() | watched
+        values |= self._times(pipeline, values) | self.fleet.sizes() | watched
+        if sent is not None:
+            values |= _weights(sent)
         self.folder.write_rollouts(step, groups, samples)
         self.folder.append_metrics(step, values)
         self.tracker.log(step, values)
         self.console.step(step, values)
         for text in [*self._advisor.look(values), *alarms]:
             self.warn(text)
+        self.clock = Clock()  # a step's time begins where the former one's was recorded
 
     def _times(self, pipeline: RolloutPipeline, values: dict[str, float]) -> dict[str, float]:
         whole = max(time.monotonic() - self.clock.began, 1e-9)
@@ -270,6 +303,8 @@ class Run:
             "time/verify_wait": window.verify_wait,
             "time/learn": phases.get("learn", 0.0),
             "time/publish": phases.get("publish", 0.0),
+            "time/evaluate": phases.get("evaluate", 0.0),
+            "time/save": phases.get("save", 0.0),
             "time/rollout_idle_fraction": 1 - min(1.0, window.generating / whole),
             "time/learner_idle_fraction": 1 - min(1.0, phases.get("learn", 0.0) / whole),
             "train/tokens_per_second": values["train/tokens"] / max(phases.get("learn", 0.0), 1e-9),
@@ -284,12 +319,15 @@ class Run:
         due = force or step == self.recipe.run.steps or (every > 0 and step % every == 0)
         if not (due and self.prompts.evaluation):
             return
+        if self.folder.has_eval(step):  # of the process that this run goes on from
+            return
         self.console.waiting("the evaluation")
         sampling = self.recipe.evaluate.sampling
-        result = await evaluate(
-            self.prompts.evaluation, self.fleet.generate_eval, self.fleet.score,
-            samples=sampling.samples, seed=self.recipe.run.seed,
-        )  # fmt: skip
+        with self.clock.phase("evaluate"):
+            result = await evaluate(
+                self.prompts.evaluation, self.fleet.generate_eval, self.fleet.score,
+                samples=sampling.samples, seed=self.recipe.run.seed,
+            )  # fmt: skip
         values, rows = result.values(), result.rows(self.recipe.tracking.tables)
         self.folder.append_eval(step, values)
         self.tracker.log(step, values)
@@ -301,7 +339,8 @@ class Run:
         """Every checkpoint.every steps, at the end, and when asked to stop."""
         every, step = self.recipe.checkpoint.every, self.state.step
         if step == self.recipe.run.steps or self._stop is not None or (every > 0 and step % every == 0):
-            await self.save(pipeline)
+            with self.clock.phase("save"):
+                await self.save(pipeline)
 
     async def save(self, pipeline: RolloutPipeline) -> None:
         """A complete checkpoint of this step, or CheckpointError and the older ones untouched."""
@@ -328,25 +367,31 @@ class Run:
         except Interrupted:
             raise
         except Exception as failure:
-            self.folder.append_event(
-                "failed", step=self.state.step, error=str(failure), kind_of_error=type(failure).__name__
-            )
-            if isinstance(failure, WorkerLost):
-                noun = "engine" if failure.role == "rollout" else failure.role
-                self.folder.append_event(f"{noun}_lost", worker=failure.name, why=failure.why)
-            if self._learner_clean and self.state.step and getattr(failure, "role", "") != "learner":
-                try:
-                    await self.save(pipeline)
-                except GrpoDistError as second:
-                    self.warn(f"step {self.state.step} could not be saved after the failure: {second}")
+            try:
+                await self._after_failure(failure, pipeline)
+            except Exception as second:  # the first failure is the one to be told, whatever saving runs into
+                self.console.say(f"warning: step {self.state.step} could not be saved after the failure: {second}")
             raise
+
+    async def _after_failure(self, failure: Exception, pipeline: RolloutPipeline) -> None:
+        if self._unrecorded is not None:
+            self.record(None, pipeline)
+        role = getattr(failure, "role", None)
+        if self._learner_clean and self.state.step and role != "learner":
+            await self.save(pipeline)
+        step, name = self.state.step, type(failure).__name__
+        self.folder.append_event("failed", step=step, error=str(failure), kind_of_error=name)
+        if isinstance(failure, WorkerLost):
+            noun = "engine" if role == "rollout" else role
+            self.folder.append_event(f"{noun}_lost", worker=failure.name, why=failure.why)
 
     def stop_if_asked(self) -> None:
         """Raises Interrupted once the step is saved."""
         if self._stop is not None:
+            assert self._saved_step == self.state.step or self.state.step == 0
             self.folder.append_event("stopped", step=self.state.step, signal=self._stop.name)
             raise Interrupted(
-                f"stopped by {self._stop.name} after step {self.state.step}, saved; "
+                f"stopped by {self._stop.name} after step {self.state.step}{', saved' if self.state.step else ''}; "
                 f"go on with: grpo-dist train {self.folder.path / 'recipe.yaml'} --resume",
                 exit_code=STOP_SIGNALS[self._stop],
             )
@@ -354,6 +399,13 @@ class Run:
     def warn(self, text: str) -> None:
         self.folder.append_event("warning", text=text)
         self.console.say(f"warning: {text}")
+
+
+def reached_step(recipe: Recipe) -> int:
+    """The step that this run's records and newest checkpoint have both reached; 0 without them. Verifies nothing."""
+    candidates = CheckpointStore(recipe.run_dir / "checkpoints", recipe.checkpoint.keep).candidates()
+    saved = int(candidates[0].name.split(".")[0]) if candidates else 0
+    return min(saved, last_step(recipe.run_dir / "metrics.jsonl") or 0)
 
 
 def _restore(

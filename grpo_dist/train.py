@@ -14,13 +14,14 @@ import asyncio
 from grpo_dist.algorithms.advantages import assign_advantages
 from grpo_dist.config import Recipe
 from grpo_dist.data.batching import build_batch
-from grpo_dist.run import Run
+from grpo_dist.run import Run, reached_step
 
 
 async def train(recipe: Recipe) -> None:
     async with Run.open(recipe) as run:
         await run.publish_first()  # an identity publication: every engine proves that it holds the learner's weights
         await run.maybe_evaluate(force=run.state.step == 0)
+        run.stop_if_asked()
         async with run.pipeline() as pipeline, run.saving_on_failure(pipeline):
             for step in run.remaining_steps():
                 groups = await run.take(pipeline)
@@ -29,10 +30,10 @@ async def train(recipe: Recipe) -> None:
                     samples, ranks=run.fleet.learner.size, micro_batch_tokens=recipe.learner.micro_batch_tokens
                 )
                 learned = await run.learn(batch)
-                run.commit(step, groups, batch)
+                run.commit(step, groups, samples, batch, learned)
                 sent = await run.publish()
                 pipeline.release(len(groups))
-                run.record(groups, samples, batch, learned, sent, pipeline)
+                run.record(sent, pipeline)
                 await run.maybe_evaluate()
                 await run.maybe_save(pipeline)
                 run.stop_if_asked()
@@ -40,5 +41,8 @@ async def train(recipe: Recipe) -> None:
 
 def run(recipe: Recipe) -> int:
     """Train to the end of the recipe; the exit status. Errors travel: the command line turns them into messages."""
+    if recipe.run.resume and (reached := reached_step(recipe)) >= recipe.run.steps:
+        print(f"run {recipe.run_dir} has reached step {reached} of {recipe.run.steps}: nothing to do")
+        return 0
     asyncio.run(train(recipe))
     return 0

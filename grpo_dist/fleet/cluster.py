@@ -9,16 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
-from grpo_dist.errors import UserError
+from grpo_dist.errors import Interrupted, UserError
 from grpo_dist.fleet.guard import MARK
+
+CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +79,52 @@ def _guarded() -> Iterator[None]:
         guard.stdin.close()
 
 
+@contextmanager
+def _groups_of_their_own() -> Iterator[None]:
+    """Processes started inside lead process groups of their own.
+
+    A signal to this job's group (``timeout``, systemd, a closing terminal) is meant for the driver: it still needs Ray
+    in order to finish the step and save. Ray has no option for it.
+    """
+    plain = subprocess.Popen.__init__
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **{"process_group": 0, **kwargs})
+
+    setattr(subprocess.Popen, "__init__", start)  # noqa: B010 - mypy knows that a method is no variable
+    try:
+        yield
+    finally:
+        setattr(subprocess.Popen, "__init__", plain)  # noqa: B010
+
+
+def _refuse_silence(address: str) -> None:
+    """Ray waits minutes for an address where nobody listens, and fills the screen meanwhile."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # "auto", "local"
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
+
+
 def _connect(address: str | None) -> None:
+    if address:
+        _refuse_silence(address)
     # Ray warns that its token authentication is on, which is what we want.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     try:
-        ray.init(
-            address=address or "local",
-            include_dashboard=None if address else False,
-            log_to_driver=False,  # workers' output stays in Ray's log folder: the console belongs to the display
-            logging_level=logging.WARNING,
-            configure_logging=True,
-        )
+        with _groups_of_their_own():
+            ray.init(
+                address=address or "local",
+                include_dashboard=None if address else False,
+                log_to_driver=False,  # workers' output stays in Ray's log folder: the console belongs to the display
+                logging_level=logging.WARNING,
+                configure_logging=True,
+            )
+    except SystemExit as error:  # Ray's own handler, while it starts
+        raise Interrupted("stopped while Ray was starting: nothing had to be saved") from error
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         if not address:
             raise

@@ -80,7 +80,7 @@ class LearnerGroup:
         limit = self._limits.publish_seconds
         # Below the driver's own limit: the sender knows which engine did not answer, the driver only rank 0.
         await self.ranks[0].call(
-            "connect", endpoints, connect_seconds=min(120.0, 0.4 * limit), send_seconds=0.8 * limit, seconds=limit
+            "connect", endpoints, connect_seconds=min(120.0, 0.2 * limit), send_seconds=0.6 * limit, seconds=limit
         )
 
     async def send(self, version: int, verify: bool) -> Any:

@@ -140,6 +140,9 @@ class Reservation:
         ready = self.group.ready()
         try:
             await asyncio.wait_for(asyncio.wrap_future(ready.future()), seconds)
+        except asyncio.CancelledError:
+            self.free()
+            raise
         except TimeoutError:
             nodes = living_nodes()
             self.free()

@@ -8,6 +8,7 @@ Which members exist is decided in ``reconcile.py``; a pool only hands out work.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,18 +65,20 @@ async def answer(ref: ray.ObjectRef[Any], member: Member, doing: str, seconds: f
     try:
         return future.result()
     except RayActorError as error:
-        raise WorkerLost(member.role, member.name, f"died during {doing}: {_first_sentence(error)}") from error
+        raise WorkerLost(member.role, member.name, f"died during {doing}: {_ending(error)}") from None
     except RayTaskError as error:
         if isinstance(error.cause, GrpoDistError):
             raise error.cause from None
         raise
 
 
-def _first_sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # Ray opens with a general sentence; what ended the process follows after "cause" where it is known.
-    telling = [line for line in lines if "ause" in line or "exit" in line]
-    return (telling or lines or [type(error).__name__])[0][:300]
+def _ending(error: Exception) -> str:
+    """How the process ended, out of the page that Ray writes about it."""
+    text = " ".join(str(error).split())
+    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes| The process receives|$)", text)
+    return (detail.group(1) if detail else text)[:200].rstrip(
+        ". "
+    ) + " (the worker's own output is in Ray's log folder)"
 
 
 class Pool:
