@@ -11,11 +11,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
+
+def _at_most(limit: int) -> AfterValidator:
+    """A bound that no real run reaches: a slip of the finger is refused with its key, not met as a lack of memory."""
+
+    def check(value: int) -> int:
+        if value > limit:
+            raise ValueError(f"must be at most {limit}, got {value}")
+        return value
+
+    return AfterValidator(check)
+
+
+Positive = Annotated[int, Field(gt=0), _at_most(1_000_000_000)]
+NonNegative = Annotated[int, Field(ge=0), _at_most(1_000_000_000)]
+Bytes = Annotated[int, Field(gt=0), _at_most(1 << 50)]
+Seed = Annotated[int, Field(ge=0), _at_most(2**31 - 1)]
+GroupSize = Annotated[int, _at_most(65536)]  # its lower bound has its own message
+Staleness = Annotated[int, Field(ge=0), _at_most(65536)]
+Groups = Annotated[int, Field(gt=0), _at_most(1_000_000)]
+Samples = Annotated[int, Field(gt=0), _at_most(65536)]
 Workers = Annotated[int, Field(gt=0, le=16384)]  # each is an actor: a slip of the finger must not plan a billion
-NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -27,7 +45,7 @@ class Section(BaseModel):
 
 class RunSection(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; its folder is OUT/NAME.")
-    seed: NonNegative = Field(0, description="Fixes data order, sampling and initialisation.")
+    seed: Seed = Field(0, description="Fixes data order, sampling and initialisation.")
     steps: Positive = Field(description="Optimizer steps, each followed by one publication.")
     out: Path = Field(Path("runs"), description="Folder that holds run folders.")
     resume: bool = Field(False, description="Continue the run of this name from its newest good checkpoint.")
@@ -147,7 +165,7 @@ class EvalSampling(Section):
     temperature: NonNegativeFloat = Field(1.0, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling.")
     max_tokens: Positive | None = Field(None, description="By default that of rollout.sampling.")
-    samples: Positive = Field(1, description="Completions per prompt; pass@k needs at least k.")
+    samples: Samples = Field(1, description="Completions per prompt; pass@k needs at least k.")
 
 
 class PlacementSection(Section):
@@ -164,10 +182,10 @@ class PlacementSection(Section):
 
 class RolloutSection(Section):
     workers: Workers = Field(1, description="vLLM engines, one Ray actor each.")
-    tensor_parallel: Positive = Field(1, description="GPUs (or CPU ranks) per engine.")
-    group_size: int = Field(16, description="G, completions per prompt.")
-    groups_per_step: Positive = Field(32, description="Prompts per optimizer step.")
-    max_staleness: NonNegative = Field(0, description="k: how many versions a rollout may lag; 0 is synchronous.")
+    tensor_parallel: Workers = Field(1, description="GPUs (or CPU ranks) per engine.")
+    group_size: GroupSize = Field(16, description="G, completions per prompt.")
+    groups_per_step: Groups = Field(32, description="Prompts per optimizer step.")
+    max_staleness: Staleness = Field(0, description="k: how many versions a rollout may lag; 0 is synchronous.")
     sampling: TrainSampling = Field(TrainSampling(), description="Sampling of training rollouts.")
     engine: dict[str, Any] = Field(
         {}, description="Passed to vLLM's engine as they are (max_num_seqs, kv_cache_memory_bytes, …)."
@@ -188,6 +206,9 @@ class RolloutSection(Section):
         }  # fmt: skip
         if taken := sorted(owned & set(self.engine)):
             raise ValueError(f"engine.{taken[0]} is set by grpo_dist and cannot be given; see the section that owns it")
+        context = self.engine.get("max_model_len")
+        if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
+            raise ValueError(f"engine.max_model_len must be a positive integer, got {context!r}")
         return self
 
 
@@ -214,7 +235,7 @@ class VerifierUse(Section):
 
 class VerifiersSection(Section):
     workers: Workers = Field(1, description="Verifier actors.")
-    children: Positive = Field(1, description="Answers that one actor judges at a time; raise it for remote verifiers.")
+    children: Workers = Field(1, description="Answers that one actor judges at a time; raise it for remote verifiers.")
     timeout: PositiveFloat = Field(
         10.0, description="Seconds one verdict may take; then the sample is masked and counted."
     )
@@ -308,7 +329,7 @@ DivisorName = Literal["token", "sequence", "constant"]
 
 class AlgorithmSection(Section):
     advantage: AdvantageName = Field("grpo", description="How rewards of a group become advantages.")
-    pass_k: int = Field(4, ge=2, description="k of advantage: pass_at_k.")
+    pass_k: GroupSize = Field(4, ge=2, description="k of advantage: pass_at_k.")
     objective: ObjectiveName = Field("clip", description="The policy loss.")
     divisor: DivisorName = Field("token", description="What the summed loss is divided by, counted over the batch.")
     divisor_tokens: Positive | None = Field(
@@ -375,8 +396,8 @@ class OptimizerSection(Section):
 class ZeroSection(Section):
     offload_optimizer: bool = Field(False, description="Optimizer state in host memory.")
     offload_parameters: bool = Field(False, description="Parameter shards in host memory.")
-    reduce_bucket_size: Positive = Field(500_000_000, description="Elements reduced at a time.")
-    gather_bytes: Positive = Field(1 << 30, description="Most bytes gathered at a time for a publication or export.")
+    reduce_bucket_size: Bytes = Field(500_000_000, description="Elements reduced at a time.")
+    gather_bytes: Bytes = Field(1 << 30, description="Most bytes gathered at a time for a publication or export.")
 
 
 class LearnerSection(Section):
@@ -402,6 +423,11 @@ class LearnerSection(Section):
             raise ValueError(
                 f"deepspeed.{taken[0]} is set by grpo_dist and cannot be given; see the learner's own keys"
             )
+        zero = self.deepspeed.get("zero_optimization", {})
+        if not isinstance(zero, dict):
+            raise ValueError(f"deepspeed.zero_optimization must be a mapping, got {zero!r}")
+        if (stage := zero.get("stage", 3)) != 3:
+            raise ValueError(f"deepspeed.zero_optimization.stage is 3 and cannot be changed, got {stage!r}")
         return self
 
 

@@ -139,7 +139,7 @@ def _read(file: Path) -> _Draft:
 
 def _override(draft: _Draft, word: str) -> None:
     key, sign, text = word.partition("=")
-    path: KeyPath = tuple(int(part) if part.isdigit() else part for part in key.strip().split("."))
+    path: KeyPath = tuple(int(part) if part.isdecimal() and len(part) < 10 else part for part in key.strip().split("."))
     place = f"override {word!r}"
     if not sign or not key.strip() or "" in path:
         draft.problems.append(f"{place}: wanted key=value with a dotted key, such as learner.learning_rate=1e-6")
@@ -202,6 +202,10 @@ def _validate(draft: _Draft) -> Recipe | None:
         progress = False
         for one in found:
             path: KeyPath = tuple(one["loc"])
+            if one["type"] == "too_short" and any(
+                len(o["loc"]) > len(path) and o["loc"][: len(path)] == path for o in found
+            ):
+                continue  # pydantic counts only the good entries of a list; the bad ones are listed themselves
             if path == () and one["type"] == "value_error":
                 # Made of several sections: only true while none of them was replaced.
                 if not repaired & {"rollout", "learner", "data"}:
@@ -230,6 +234,19 @@ def _named_key(path: KeyPath, one: Any) -> KeyPath:
     return (*path, *named)
 
 
+_WANTED = {
+    "path_type": "a path",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "tuple_type": "a list",
+    "too_short": "at least one entry",
+    "finite_number": "a finite number",
+    "int_parsing_size": "an integer",
+    "string_pattern_mismatch": "letters, digits and any of . _ - after a first letter or digit",  # run.name
+}
+
+
 def _wording(one: Any, path: KeyPath = ()) -> str:
     kind = one["type"]
     if kind == "extra_forbidden":
@@ -238,13 +255,23 @@ def _wording(one: Any, path: KeyPath = ()) -> str:
         return f"missing; {place_of_key(path, wanted=True)}"
     if kind == "value_error":
         return str(one["ctx"]["error"])
-    wanted = str(one["msg"]).removeprefix("Input should be ").replace("a valid tuple", "a list")
+    wanted = _WANTED.get(kind) or str(one["msg"]).removeprefix("Input should be ")
     value = one["input"]
-    shown = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list | tuple) else repr(value)
+    shown = (
+        "a mapping"
+        if isinstance(value, dict)
+        else _list_shown(value)
+        if isinstance(value, list | tuple)
+        else repr(value)
+    )
     hint = ""
     if isinstance(value, int | float) and "string" in wanted:
         hint = " (write it in quotes)"
     return f"wanted {wanted}, found {shown}{hint}"
+
+
+def _list_shown(value: Sequence[Any]) -> str:
+    return "a list" if value else "an empty list"
 
 
 def _without(data: Any, path: KeyPath) -> tuple[Any, bool]:

@@ -55,6 +55,9 @@ class _Dumper(yaml.SafeDumper):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
+MAX_NODES = 100_000  # with every alias written out: a few lines of nested aliases can stand for billions
+MAX_DEPTH = 64
+
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
@@ -73,13 +76,15 @@ class Document:
     data: Any = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
     doubled: list[tuple[KeyPath, int, int]] = field(default_factory=list)
+    nodes: int = 0
 
 
 def read_yaml(text: str) -> Document:
     """Parse one document.
 
     Raises:
-        YamlError: not YAML, a key that is not a word, a value that cannot be plain data, an alias inside itself.
+        YamlError: not YAML, a key that is not a word, a value that cannot be plain data, an alias inside itself,
+            too many values or too many levels.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -87,6 +92,8 @@ def read_yaml(text: str) -> Document:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or str(error)
         raise YamlError(f"not valid YAML: {what}", mark.line + 1 if mark else None) from error
+    except RecursionError as error:
+        raise YamlError(f"nested more than {MAX_DEPTH} levels deep", None) from error
     document = Document()
     if root is not None:
         document.data = _plain(root, (), document, ())
@@ -105,6 +112,11 @@ def _plain(node: yaml.Node, path: KeyPath, document: Document, above: tuple[int,
     if id(node) in above:
         raise YamlError("an alias contains itself", _line(node))
     above = (*above, id(node))
+    document.nodes += 1
+    if document.nodes > MAX_NODES:
+        raise YamlError(f"more than {MAX_NODES} values, aliases written out", _line(node))
+    if len(above) > MAX_DEPTH:
+        raise YamlError(f"nested more than {MAX_DEPTH} levels deep", _line(node))
     if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN_TAGS:
         raise YamlError(f"not a plain value: tag {node.tag}", _line(node))
     if isinstance(node, yaml.SequenceNode):

@@ -165,6 +165,49 @@ class TestValues:
         assert "engine.model is set by grpo_dist" in problems(write(SMALLEST), "rollout.engine.model=x")[0]
         assert "deepspeed.fp16 is set by grpo_dist" in problems(write(SMALLEST), "learner.deepspeed.fp16={}")[0]
 
+    @pytest.mark.parametrize("value", ["abc", "[1]", "0", "true", "1.5"])
+    def test_context_that_is_no_number(self, write, value: str) -> None:
+        (line,) = problems(write(SMALLEST), f"rollout.engine.max_model_len={value}")
+        assert "rollout.engine.max_model_len: engine.max_model_len must be a positive integer, got" in line
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "run.seed", "run.steps", "rollout.group_size", "rollout.groups_per_step", "rollout.max_staleness",
+            "rollout.sampling.max_tokens", "data.max_prompt_tokens", "checkpoint.every", "verifiers.children",
+        ],
+    )  # fmt: skip
+    def test_absurd_counts(self, write, key: str) -> None:
+        (line,) = problems(write(SMALLEST), f"{key}={10**20}")
+        assert f": {key}: " in line
+
+    def test_bounds_that_must_fit(self, write) -> None:
+        assert load_recipe(write(SMALLEST), [f"run.seed={2**31 - 1}"]).run.seed == 2**31 - 1
+        assert "must be at most 2147483647" in problems(write(SMALLEST), f"run.seed={2**31}")[0]
+
+    @pytest.mark.parametrize("value", ["3", "[]", "null", "{stage: 2}", "{stage: '3'}"])
+    def test_the_stage_is_ours(self, write, value: str) -> None:
+        (line,) = problems(write(SMALLEST), f"learner.deepspeed={{zero_optimization: {value}}}")
+        assert "learner.deepspeed.zero_optimization" in line
+        load_recipe(write(SMALLEST), ["learner.deepspeed={zero_optimization: {stage: 3, overlap_comm: true}}"])
+
+    @pytest.mark.parametrize(
+        ("word", "says"),
+        [
+            ("verifiers.use=[3]", "verifiers.use.0: wanted a mapping of keys, found 3"),
+            ("verifiers.use=[{weight: 1}]", "verifiers.use.0.name: missing"),
+            ("verifiers.use=[]", "verifiers.use: wanted at least one entry, found an empty list"),
+            ("learner=3", "learner: wanted a mapping of keys, found 3"),
+            ("rollout.engine=3", "rollout.engine: wanted a mapping of keys, found 3"),
+            ("run.out=3", "run.out: wanted a path, found 3"),
+            ("run.name=a/b", "run.name: wanted letters, digits and any of . _ -"),
+            ("data.mix=3", "data.mix: wanted a list, found 3"),
+        ],
+    )
+    def test_one_plain_message(self, write, word: str, says: str) -> None:
+        (line,) = problems(write(SMALLEST), word)
+        assert says in line
+
     def test_all_problems_at_once(self, write) -> None:
         file = write(
             """\
@@ -247,6 +290,12 @@ class TestFiles:
     )
     def test_that_are_no_recipe(self, write, text: str, says: str) -> None:
         assert any(says in line for line in problems(write(text)))
+
+    def test_that_would_fill_the_memory(self, write) -> None:
+        bomb = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+        assert "more than 100000 values" in problems(write(bomb))[0]
+        for depth in (100, 5000):
+            assert "nested more than 64 levels deep" in problems(write("run: " + "[" * depth + "]" * depth))[0]
 
     def test_line_of_a_yaml_error(self, write) -> None:
         assert problems(write("run:\n  name: x\n steps: 3\n"))[0].startswith("line 3: not valid YAML")
