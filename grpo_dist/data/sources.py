@@ -13,6 +13,7 @@ import difflib
 import importlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,6 +25,7 @@ from grpo_dist.errors import DataError
 from grpo_dist.verifiers.gym import KEY, task
 
 _SHOWN = 50
+_MOST_ENTRIES = 10_000
 
 # Sources that are code. Named, not imported: they live on a higher floor and are only needed when asked for.
 GYM = "reasoning_gym:"
@@ -160,7 +162,10 @@ def _object(file: str, number: int, values: Any, problems: Problems) -> Iterator
 def _read_csv(path: Path, problems: Problems) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-        columns = reader.fieldnames or []
+        try:
+            columns = reader.fieldnames or []
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}, line 1 or after: not CSV in UTF-8: {error}") from error
         if len(set(columns)) != len(columns):
             raise DataError(f"{path}: a column name is there twice: {', '.join(columns)}")
         try:
@@ -177,7 +182,7 @@ def _read_csv(path: Path, problems: Problems) -> Iterator[Row]:
                 else:
                     yield row
         except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {reader.line_num + 1}: {error}") from error
+            raise DataError(f"{path}, line {reader.line_num + 1} or after: not CSV in UTF-8: {error}") from error
 
 
 def _read_parquet(path: Path, problems: Problems) -> Iterator[Row]:
@@ -221,6 +226,7 @@ def _read_datasets(row_source: DataSource) -> Iterator[Row]:
     import datasets
 
     source, split = row_source.source, row_source.split
+    _refuse_other_folders(row_source)
     try:
         if (Path(source) / "dataset_dict.json").exists() or (Path(source) / "state.json").exists():
             loaded = datasets.load_from_disk(source)
@@ -237,6 +243,38 @@ def _read_datasets(row_source: DataSource) -> Iterator[Row]:
         loaded = loaded[split]
     for number, values in enumerate(loaded, 1):
         yield Row(f"{source}[{split}]", number, dict(values))
+
+
+def _refuse_other_folders(source: DataSource) -> None:
+    """``datasets`` searches a folder with all that is below it, for minutes if the folder is /tmp or a home."""
+    folder = Path(source.source)
+    if not folder.is_dir():
+        return
+    try:
+        places = [folder, *(folder / name for name in ("data", source.split, source.subset) if name)]
+        names = [file.name for place in places if place.is_dir() for file in place.iterdir()]
+        card = folder / "README.md"
+        described = card.is_file() and card.read_bytes()[:3] == b"---"  # a data set card names the files
+        below = (entry for _, folders, files in os.walk(folder) for entry in (*folders, *files))
+        crowded = next(islice(below, _MOST_ENTRIES, None), None) is not None
+    except OSError as error:
+        raise DataError(f"data.source: {folder.absolute()} cannot be read: {error.strerror}") from error
+    if "state.json" in names or "dataset_dict.json" in names:
+        return  # written by save_to_disk: read as it says, not searched
+    if crowded:
+        raise DataError(
+            f"data.source: the folder {folder.absolute()} has more than {_MOST_ENTRIES} files and folders below it, "
+            "all of which would be searched; name the file, or a folder that holds only the data set"
+        )
+    if not described and not any(_is_data(name) for name in names):
+        raise DataError(
+            f"data.source: the folder {folder.absolute()} is no data set: it has no dataset_dict.json, "
+            "dataset_info.json or state.json, and no Parquet, JSON, JSONL or CSV file directly in it or in data/"
+        )
+
+
+def _is_data(name: str) -> bool:
+    return any(suffix.lower() in (*_READERS, ".arrow") for suffix in Path(name).suffixes[-2:])  # also rows.jsonl.gz
 
 
 _READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.config import DataSource
+from grpo_dist.data import sources
 from grpo_dist.data.sources import Problems, json_value, read_rows
 from grpo_dist.errors import DataError
 
@@ -85,6 +86,30 @@ def test_folder_of_files(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     assert read(tmp_path / "set") == [(1, ROWS[0]), (2, ROWS[1])]
+
+
+@pytest.mark.parametrize("content", ["pr\xe9mpt,answer\n1,2\n", "prompt,answer\n1,2\n\xe9,3\n"])
+def test_csv_that_is_not_utf8(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match=r"a\.csv, line \d or after: not CSV in UTF-8"):
+        read(path)
+
+
+def test_a_folder_that_is_no_data_set_is_not_searched(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "deeper").mkdir(parents=True)
+    (tmp_path / "deep" / "deeper" / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    (tmp_path / "note.txt").write_text("x")
+    with pytest.raises(DataError, match="is no data set"):
+        read(tmp_path)
+
+
+def test_a_folder_with_too_much_below_it_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_MOST_ENTRIES", 3)
+    for name in "abcd":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROWS[0]))
+    with pytest.raises(DataError, match="more than 3 files and folders below it"):
+        read(tmp_path)
 
 
 def test_neither_file_nor_data_set(tmp_path: Path) -> None:
