@@ -105,7 +105,8 @@ class RunFolder:
     @staticmethod
     def _check_owner(path: Path, recipe: Recipe) -> bool:
         stored_file = path / "recipe.yaml"
-        others = sorted(p.name for p in path.iterdir() if p.name not in (".lock", "recipe.yaml"))
+        # Names with a dot: the lock, and files that were being written aside when an earlier try was killed.
+        others = sorted(p.name for p in path.iterdir() if p.name[0] != "." and p.name != "recipe.yaml")
         if not stored_file.exists():
             if others:
                 raise UserError(
@@ -169,6 +170,10 @@ class RunFolder:
     def append_eval(self, step: int, values: Mapping[str, Any]) -> None:
         """One line of evals.jsonl."""
         self._append("evals.jsonl", {"step": step, "time": time.time(), **values})
+
+    def has_eval(self, step: int) -> bool:
+        """Whether evals.jsonl has an evaluation of this step: one at the step where a run is resumed stays."""
+        return any(row.get("step") == step for row in read_jsonl(self.path / "evals.jsonl"))
 
     def write_rollouts(
         self,

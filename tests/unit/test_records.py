@@ -175,6 +175,13 @@ class TestOwner:
             RunFolder.open(recipe())
         assert [p.name for p in path.iterdir() if p.name != ".lock"] == ["thesis.tex"]
 
+    def test_a_kill_before_the_first_file_leaves_room(self, recipe) -> None:
+        one = recipe()
+        one.run_dir.mkdir(parents=True)
+        (one.run_dir / ".recipe.yaml.123").write_text("run:")
+        with RunFolder.open(one) as folder:
+            assert folder.fresh
+
     def test_two_at_once(self, recipe) -> None:
         with RunFolder.open(recipe()), pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
             RunFolder.open(recipe())
@@ -220,6 +227,13 @@ class TestResume:
             folder.append_metrics(1, {})
             assert folder.truncate(0) == 1
             assert last_step(folder.path / "metrics.jsonl") is None
+
+    def test_an_evaluation_of_the_step_stays_and_is_known(self, recipe) -> None:
+        with RunFolder.open(recipe()) as folder:
+            for step in (0, 2, 4):
+                folder.append_eval(step, {"eval/pass@1": 0.5})
+            folder.truncate(2)
+            assert [folder.has_eval(step) for step in (0, 1, 2, 4)] == [True, False, True, False]
 
     def test_nothing_to_remove_leaves_the_file_alone(self, recipe) -> None:
         with RunFolder.open(recipe()) as folder:
