@@ -9,6 +9,8 @@ the child gets ``close_seconds`` to hand over what it has; after that it is ende
 
 W&B drops a row whose step is lower than the last one. So rows are numbered by a counter that only rises (kept over
 resumes in ``wandb/grpo_dist.json``) and the training step is a column of its own, which the charts use as their x axis.
+W&B takes no row back either, so the same file has the highest step that was handed over, for each kind of row: a
+resumed run that does a step again does not send it again.
 """
 
 from __future__ import annotations
@@ -62,18 +64,32 @@ class NullTracker:
 
 
 def open_tracker(
-    recipe: Recipe, run_dir: Path, *, run_id: str | None = None, warn: Callable[[str], None] = lambda _: None
+    recipe: Recipe,
+    run_dir: Path,
+    *,
+    run_id: str | None = None,
+    resumed_step: int | None = None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Tracker:
     """The tracker that a recipe asks for; returns at once, whatever W&B does.
 
     Args:
         run_id: of the run that is resumed (from its checkpoint); the folder's own id is used without it.
+        resumed_step: the step a resumed run goes on from. With it, or with run_id, rows that W&B already has are not
+            sent again; without both this is a new try, and everything is sent.
         warn: called at most once, from another thread, with a sentence for the user.
     """
     mode = recipe.tracking.wandb.mode
     if mode == "disabled":
         return NullTracker()
-    return WandbTracker(recipe, run_dir, run_id=run_id, online={"online": True, "offline": False}.get(mode), warn=warn)
+    return WandbTracker(
+        recipe,
+        run_dir,
+        run_id=run_id,
+        resumed_step=resumed_step,
+        online={"online": True, "offline": False}.get(mode),
+        warn=warn,
+    )
 
 
 class WandbTracker:
@@ -87,12 +103,15 @@ class WandbTracker:
         run_id: str | None,
         online: bool | None,
         warn: Callable[[str], None],
+        resumed_step: int | None = None,
         init_seconds: float = INIT_SECONDS,
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
         stored = _stored(run_dir)
         resumed = run_id or stored.get("id")
         self.run_id: str | None = str(resumed or secrets.token_hex(4))
+        again = resumed == stored.get("id") and (run_id is not None or resumed_step is not None)
+        self._had: dict[str, int] = _steps(stored.get("sent")) if again else {}  # kind -> highest step W&B has
         self._run_dir = run_dir
         self._close_seconds = close_seconds
         self._warn_user, self._warned = warn, threading.Lock()
@@ -104,6 +123,7 @@ class WandbTracker:
             "finish_seconds": max(1.0, close_seconds - 5),
             "run_dir": str(run_dir),
             "row": int(stored.get("row", 0)) if resumed == stored.get("id") else 0,
+            "sent": self._had,
             "init": {
                 "id": self.run_id,
                 "resume": "allow" if resumed else None,
@@ -134,10 +154,12 @@ class WandbTracker:
         self._reader.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._send({"log": {"step": step, **values}})
+        evaluation = bool(values) and all(name.startswith("eval/") for name in values)
+        self._send("eval" if evaluation else "train", step, {"log": {"step": step, **values}})
 
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self._send({"table": {"name": name, "step": step, "columns": list(columns), "rows": [list(r) for r in rows]}})
+        content = {"name": name, "step": step, "columns": list(columns), "rows": [list(r) for r in rows]}
+        self._send(f"table {name}", step, {"table": content})
 
     def close(self, exit_code: int = 0) -> None:
         child, self._child = self._child, None
@@ -157,9 +179,9 @@ class WandbTracker:
         self._writer.join(1)
         self._reader.join(1)
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        if self._child is not None:
-            self._put(json.dumps(as_json(message)))
+    def _send(self, kind: str, step: int, message: Mapping[str, Any]) -> None:
+        if self._child is not None and step > self._had.get(kind, -1):
+            self._put(json.dumps(as_json({**message, "kind": kind, "of": step})))
 
     def _put(self, line: str | None) -> None:
         try:
@@ -191,8 +213,12 @@ class WandbTracker:
             self._warn_user(text)
 
 
+def _steps(sent: Any) -> dict[str, int]:
+    return {k: v for k, v in sent.items() if isinstance(v, int)} if isinstance(sent, dict) else {}
+
+
 def _stored(run_dir: Path) -> dict[str, Any]:
-    """Id and last row of an earlier part of this run; see wandb_child.py."""
+    """Id, last row and highest steps of an earlier part of this run; see wandb_child.py."""
     try:
         stored = json.loads((run_dir / "wandb" / "grpo_dist.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

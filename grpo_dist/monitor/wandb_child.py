@@ -48,7 +48,8 @@ def _serve(start: dict[str, Any], lines: Iterator[dict[str, Any]], said: Any) ->
     run = _begin(wandb, start, said)
     memory = Path(start["run_dir"]) / "wandb" / "grpo_dist.json"
     row = int(start["row"])
-    _remember(memory, start["init"]["id"], row)
+    sent: dict[str, int] = dict(start["sent"])
+    _remember(memory, start["init"]["id"], row, sent)
     exit_code = 255  # unless the driver says how it ended
     for line in lines:
         if "finish" in line:
@@ -63,7 +64,8 @@ def _serve(start: dict[str, Any], lines: Iterator[dict[str, Any]], said: Any) ->
                 {table["name"]: wandb.Table(columns=table["columns"], data=table["rows"]), "step": table["step"]},
                 step=row,
             )
-        _remember(memory, start["init"]["id"], row)
+        sent[line["kind"]] = max(int(line["of"]), sent.get(line["kind"], 0))
+        _remember(memory, start["init"]["id"], row, sent)
     # finish() waits for the upload, for ever if the server does not answer; its own limit does not cover everything
     threading.Timer(float(start["finish_seconds"]) + 2, _give_up, (said, start["run_dir"])).start()
     try:
@@ -141,10 +143,10 @@ def _has_key() -> bool:
         return False
 
 
-def _remember(memory: Path, run_id: str, row: int) -> None:
+def _remember(memory: Path, run_id: str, row: int, sent: dict[str, int]) -> None:
     memory.parent.mkdir(parents=True, exist_ok=True)
     aside = memory.with_suffix(".tmp")
-    aside.write_text(json.dumps({"id": run_id, "row": row}), encoding="utf-8")
+    aside.write_text(json.dumps({"id": run_id, "row": row, "sent": sent}), encoding="utf-8")
     os.replace(aside, memory)
 
 

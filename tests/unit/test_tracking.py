@@ -100,7 +100,7 @@ def test_disabled_tracks_nothing(recipe: Recipe, tmp_path: Path) -> None:
 
 
 def test_rows_out_of_order_are_all_kept_over_a_resume(open_one: Callable[..., WandbTracker], tmp_path: Path) -> None:
-    """i1: train 5, evaluation of 4, train 6; then the run is resumed at 5. e5: under the same id."""
+    """i1: train 5, evaluation of 4, train 6; then the run is resumed at 5. e5: same id, no step a second time."""
     first = open_one()
     first.log(5, {"train/loss": 0.5, "bad": float("nan")})
     first.log(4, {"eval/pass@1": 0.4})
@@ -110,16 +110,38 @@ def test_rows_out_of_order_are_all_kept_over_a_resume(open_one: Callable[..., Wa
     second = open_one(run_id=first.run_id)
     assert second.run_id == first.run_id
     second.log(6, {"train/loss": 0.66})
+    second.log(4, {"eval/pass@1": 0.44})
+    second.table("eval/samples", 4, ["prompt", "completion"], [["1+1=", "#3"]])
     second.log(7, {"train/loss": 0.7})
     second.close()
 
     rows = history(tmp_path)
     assert [(r["step"], r.get("train/loss"), r.get("eval/pass@1")) for r in rows] == [
-        (5, 0.5, None), (4, None, 0.4), (4, None, None), (6, 0.6, None), (6, 0.66, None), (7, 0.7, None),
+        (5, 0.5, None), (4, None, 0.4), (4, None, None), (6, 0.6, None), (7, 0.7, None),
     ]  # fmt: skip
-    assert [r["_step"] for r in rows] == [1, 2, 3, 4, 5, 6]  # W&B's own counter goes on: no row falls on another
+    assert [r["_step"] for r in rows] == [1, 2, 3, 4, 5]  # W&B's own counter goes on: no row falls on another
     assert rows[2]["eval/samples._type"] == "table-file"
     assert run_ids(tmp_path) == {first.run_id}
+
+
+def test_what_the_folder_says_was_sent_counts_only_when_resumed(recipe: Recipe, tmp_path: Path) -> None:
+    """A run killed before its first checkpoint has no id in one; a try that ended before step 1 is no resumed run."""
+    memory = tmp_path / "wandb" / "grpo_dist.json"
+    memory.parent.mkdir()
+    memory.write_text(json.dumps({"id": "abc", "row": 9, "sent": {"train": 3, "eval": 0}}))
+    had = []
+    for run_id, resumed in ((None, None), (None, 0), ("abc", None), ("other", 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subprocess, "Popen", _no_process)
+            tracker = WandbTracker(
+                recipe, tmp_path, run_id=run_id, resumed_step=resumed, online=False, warn=lambda _: None
+            )
+        had.append(tracker._had)
+    assert had == [{}, {"train": 3, "eval": 0}, {"train": 3, "eval": 0}, {}]
+
+
+def _no_process(*_: Any, **__: Any) -> None:
+    raise OSError("none in this test")
 
 
 def test_an_id_of_the_folder_is_taken_up_without_a_checkpoint(open_one: Callable[..., WandbTracker]) -> None:
