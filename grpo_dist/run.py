@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from grpo_dist.config import Recipe
@@ -31,13 +32,13 @@ from grpo_dist.metrics import Stats, batch_metrics, merge_stats, rollout_metrics
 from grpo_dist.model_folder import load_config, load_tokenizer, refuse_beyond_context, resolve_model
 from grpo_dist.monitor.advice import Advisor
 from grpo_dist.monitor.console import Console, open_console
-from grpo_dist.monitor.records import RunFolder, last_step
+from grpo_dist.monitor.records import RunFolder, last_step, read_jsonl
 from grpo_dist.monitor.tracking import Tracker, open_tracker
 from grpo_dist.rollout.engine_keys import refuse_unknown_engine_keys
 from grpo_dist.rollout.pipeline import RolloutPipeline
 from grpo_dist.types import RunState, Sample, ScoredGroup, TrainBatch, WeightUpdate
 from grpo_dist.verifiers.registry import build
-from grpo_dist.verifiers.watch import Watch
+from grpo_dist.verifiers.watch import FIRST_STEPS, Watch
 
 # What a scheduler sends ahead of taking the machine away asks to be requeued; the others are a person's.
 STOP_SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGUSR1: 85}
@@ -79,7 +80,8 @@ class Run:
         self._fresh_weights = not state.buffered
         self._skipped_in_a_row = 0
         self._advisor = Advisor()
-        self._watch = Watch(recipe.verifiers.use)
+        lengths = (row.get("rollout/completion_tokens_mean") for row in read_jsonl(folder.path / "metrics.jsonl"))
+        self._watch = Watch(recipe.verifiers.use, [n for n in islice(lengths, FIRST_STEPS) if n is not None])
 
     # --- opening and closing ----------------------------------------------------------------------------------------
 
@@ -109,7 +111,13 @@ class Run:
             stack.enter_context(run._signals())  # after Ray's start, which installs handlers of its own
             with run._interruptible_start():
                 await run._start_fleet(stack, here, model, checkpoint)
-            run.tracker = open_tracker(recipe, folder.path, run_id=state.wandb_id, warn=run.warn)
+            run.tracker = open_tracker(
+                recipe,
+                folder.path,
+                run_id=state.wandb_id,
+                resumed_step=state.step if recipe.run.resume else None,
+                warn=run.warn,
+            )
             stack.push_async_exit(run._close_tracker)
             run.state = replace(state, wandb_id=run.tracker.run_id, prompts=prompts.fingerprint)
             yield run
@@ -178,6 +186,7 @@ class Run:
     def pipeline(self) -> RolloutPipeline:
         """The rollout window, filled with what the checkpoint held and never reaching beyond the last step."""
         per_step = self.recipe.rollout.groups_per_step
+        self.clock = Clock()  # the first step's time does not begin before its rollouts may
         return RolloutPipeline(
             self.prompts.request,
             self.fleet.generate,
