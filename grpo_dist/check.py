@@ -21,6 +21,7 @@ from grpo_dist.data.prompts import PromptStream, load_prompts
 from grpo_dist.errors import GrpoDistError, UserError
 from grpo_dist.model_folder import QUICKSTART, load_config, load_tokenizer, refuse_beyond_context, resolve_model
 from grpo_dist.monitor.records import free_bytes
+from grpo_dist.rollout.engine_keys import refuse_unknown_engine_keys
 from grpo_dist.types import VerifyItem
 from grpo_dist.verifiers.pool import VerifierPool
 from grpo_dist.verifiers.registry import Judge, build
@@ -49,6 +50,10 @@ class CheckReport:
 def check(recipe: Recipe) -> CheckReport:
     """Look at everything the recipe names."""
     report = CheckReport()
+    try:
+        refuse_unknown_engine_keys(recipe.rollout.engine)
+    except UserError as error:
+        report.problems.append(str(error))
     _batch(recipe, report)
     config, tokenizer = _model(recipe, report)
     judge = _judge(recipe, report)

@@ -1,4 +1,4 @@
-"""From ``model.path`` to a folder that transformers and vLLM load, and what must hold of it before anything starts."""
+"""What a run takes in, checked before anything starts: the model folder, and the prompts in the model's tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import ModelSection, Recipe
+from grpo_dist.data.prompts import PromptStream, load_prompts
 from grpo_dist.errors import UserError
 from grpo_dist.quickstart.policy import build_quickstart_policy
+from grpo_dist.rollout.engine_keys import refuse_unknown_engine_keys
+from grpo_dist.verifiers.registry import build
 
 QUICKSTART = "quickstart"
 
@@ -74,6 +77,26 @@ def refuse_beyond_context(recipe: Recipe, config: Any) -> None:
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + the longest completion "
             f"{longest - recipe.data.max_prompt_tokens} = {longest} tokens exceed the model's context of {context}"
         )
+
+
+def load_inputs(recipe: Recipe) -> tuple[str, PromptStream]:
+    """The model to load (folder or hub name) and the prompts.
+
+    Raises:
+        UserError: a model, an engine key, a context or a data set that cannot be used; each says what was wanted.
+    """
+    refuse_unknown_engine_keys(recipe.rollout.engine)
+    judge = build(recipe.verifiers.use)
+    model = resolve_model(recipe.model)
+    refuse_beyond_context(recipe, load_config(model, recipe.model))
+    prompts = load_prompts(
+        recipe.data,
+        load_tokenizer(model, recipe.model),
+        seed=recipe.run.seed,
+        group_size=recipe.rollout.group_size,
+        judge=judge,
+    )
+    return model, prompts
 
 
 def _first_line(error: Exception) -> str:

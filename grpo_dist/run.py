@@ -14,7 +14,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -22,42 +21,25 @@ from itertools import islice
 from pathlib import Path
 
 from grpo_dist.config import Recipe
-from grpo_dist.data.prompts import PromptStream, load_prompts
+from grpo_dist.data.prompts import PromptStream
 from grpo_dist.errors import GrpoDistError, Interrupted, SelfCheckError, UserError, WorkerLost
 from grpo_dist.evaluate import evaluate
 from grpo_dist.fleet.cluster import Cluster, cluster
 from grpo_dist.fleet.fleet import Fleet
 from grpo_dist.learner.checkpoint import CheckpointStore
 from grpo_dist.metrics import Stats, batch_metrics, merge_stats, rollout_metrics, stat_values
-from grpo_dist.model_folder import load_config, load_tokenizer, refuse_beyond_context, resolve_model
+from grpo_dist.model_folder import load_inputs
 from grpo_dist.monitor.advice import Advisor
 from grpo_dist.monitor.console import Console, open_console
 from grpo_dist.monitor.records import RunFolder, last_step, read_jsonl
 from grpo_dist.monitor.tracking import Tracker, open_tracker
-from grpo_dist.rollout.engine_keys import refuse_unknown_engine_keys
 from grpo_dist.rollout.pipeline import RolloutPipeline
+from grpo_dist.step_clock import StepClock, weight_metrics
 from grpo_dist.types import RunState, Sample, ScoredGroup, TrainBatch, WeightUpdate
-from grpo_dist.verifiers.registry import build
 from grpo_dist.verifiers.watch import FIRST_STEPS, Watch
 
 # What a scheduler sends ahead of taking the machine away asks to be requeued; the others are a person's.
 STOP_SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGUSR1: 85}
-
-
-class Clock:
-    """Seconds per phase of the current step."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.phases: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
 
 
 class Run:
@@ -70,7 +52,7 @@ class Run:
         self.fleet: Fleet
         self.tracker: Tracker
         self.console: Console
-        self.clock = Clock()
+        self.clock = StepClock()
         self._saved_step: int | None = state.step if state.step else None
         self._learner_clean = True  # the learner holds exactly state.step: False from an update's start to its commit
         self._stop: signal.Signals | None = None
@@ -95,13 +77,7 @@ class Run:
             WorkerLost: a worker did not become ready.
         """
         async with AsyncExitStack() as stack:
-            refuse_unknown_engine_keys(recipe.rollout.engine)
-            model = resolve_model(recipe.model)
-            refuse_beyond_context(recipe, load_config(model, recipe.model))
-            prompts = load_prompts(
-                recipe.data, load_tokenizer(model, recipe.model), seed=recipe.run.seed,
-                group_size=recipe.rollout.group_size, judge=build(recipe.verifiers.use),
-            )  # fmt: skip
+            model, prompts = load_inputs(recipe)
             folder = stack.enter_context(RunFolder.open(recipe))
             store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep)
             state, checkpoint = _restore(recipe, folder, store, prompts)
@@ -186,7 +162,7 @@ class Run:
     def pipeline(self) -> RolloutPipeline:
         """The rollout window, filled with what the checkpoint held and never reaching beyond the last step."""
         per_step = self.recipe.rollout.groups_per_step
-        self.clock = Clock()  # the first step's time does not begin before its rollouts may
+        self.clock = StepClock()  # the first step's time does not begin before its rollouts may
         return RolloutPipeline(
             self.prompts.request,
             self.fleet.generate,
@@ -252,7 +228,7 @@ class Run:
             next_group=groups[-1].group_id + 1,
             samples_trained=self.state.samples_trained + batch.loss_sequences,
             tokens_trained=self.state.tokens_trained + batch.loss_tokens,
-            seconds=self.state.seconds + time.monotonic() - self.clock.began,
+            seconds=self.state.seconds + self.clock.seconds,
             buffered=(),
         )
 
@@ -292,35 +268,16 @@ class Run:
         rollouts = rollout_metrics(groups, step - 1)
         values = stat_values(merge_stats([rollouts, batch_metrics(batch), learned]))
         watched, alarms = self._watch.look(groups)
-        values |= self._times(pipeline, values) | self.fleet.sizes() | watched
+        values |= self.clock.metrics(pipeline.times(), values) | self.fleet.sizes() | watched
         if sent is not None:
-            values |= _weights(sent)
+            values |= weight_metrics(sent)
         self.folder.write_rollouts(step, groups, samples)
         self.folder.append_metrics(step, values)
         self.tracker.log(step, values)
         self.console.step(step, values)
         for text in [*self._advisor.look(values), *alarms]:
             self.warn(text)
-        self.clock = Clock()  # a step's time begins where the former one's was recorded
-
-    def _times(self, pipeline: RolloutPipeline, values: dict[str, float]) -> dict[str, float]:
-        whole = max(time.monotonic() - self.clock.began, 1e-9)
-        window, phases = pipeline.times(), self.clock.phases
-        times = {
-            "time/step": whole,
-            "time/rollout_wait": window.rollout_wait,
-            "time/verify_wait": window.verify_wait,
-            "time/learn": phases.get("learn", 0.0),
-            "time/publish": phases.get("publish", 0.0),
-            "time/evaluate": phases.get("evaluate", 0.0),
-            "time/save": phases.get("save", 0.0),
-            "time/rollout_idle_fraction": 1 - min(1.0, window.generating / whole),
-            "time/learner_idle_fraction": 1 - min(1.0, phases.get("learn", 0.0) / whole),
-            "train/tokens_per_second": values["train/tokens"] / max(phases.get("learn", 0.0), 1e-9),
-        }
-        if window.generating:
-            times["rollout/tokens_per_second"] = values["rollout/completion_tokens"] / window.generating
-        return times
+        self.clock = StepClock()  # a step's time begins where the former one's was recorded
 
     async def maybe_evaluate(self, *, force: bool = False) -> None:
         """pass@1 and pass@k on the held-out prompts: at the start, every evaluate.every steps, and at the end."""
@@ -435,18 +392,6 @@ def _restore(
         )
     folder.truncate(state.step)
     return state, path
-
-
-def _weights(sent: WeightUpdate) -> dict[str, float]:
-    values = {
-        "weights/version": float(sent.version),
-        "weights/seconds": sent.seconds,
-        "weights/gather_seconds": sent.gather_seconds,
-        "weights/send_seconds": sent.send_seconds,
-        "weights/bytes": float(sent.bytes),
-        "weights/pause_seconds": sent.pause_seconds,
-    }
-    return values if sent.checksum_ok is None else values | {"weights/checksum_ok": float(sent.checksum_ok)}
 
 
 def _window_text(pipeline: RolloutPipeline) -> str:

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Recipe
-from grpo_dist.data.prompts import load_prompts
 from grpo_dist.errors import CheckpointError, UserError
 from grpo_dist.evaluate import evaluate
 from grpo_dist.fleet.cluster import cluster
 from grpo_dist.fleet.fleet import ROLES, Fleet
 from grpo_dist.learner.checkpoint import CheckpointStore, read_state, verify
-from grpo_dist.model_folder import load_config, load_tokenizer, refuse_beyond_context, resolve_model
+from grpo_dist.model_folder import load_inputs, resolve_model
 from grpo_dist.monitor.records import RunFolder
-from grpo_dist.verifiers.registry import build
 
 
 def evaluate_saved(recipe: Recipe, folder: Path) -> dict[str, float]:
@@ -41,12 +39,7 @@ def evaluate_saved(recipe: Recipe, folder: Path) -> dict[str, float]:
 
 
 async def _evaluate(recipe: Recipe, checkpoint: Path | None) -> dict[str, float]:
-    model = resolve_model(recipe.model)
-    refuse_beyond_context(recipe, load_config(model, recipe.model))
-    prompts = load_prompts(
-        recipe.data, load_tokenizer(model, recipe.model), seed=recipe.run.seed,
-        group_size=recipe.rollout.group_size, judge=build(recipe.verifiers.use),
-    )  # fmt: skip
+    model, prompts = load_inputs(recipe)
     if not prompts.evaluation:
         raise UserError("the recipe has no evaluation prompts: set data.evaluation.size (and data.evaluation.source)")
     roles = ROLES if checkpoint is not None else ROLES - {"learner"}

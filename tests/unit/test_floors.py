@@ -22,7 +22,7 @@ FLOORS = {
     "rollout": 3, "learner": 3, "weights": 3, "monitor": 3,
     "rollout.worker": 4, "learner.rank": 4, "verifiers.worker": 4,
     "fleet": 5,
-    "train": 6, "run": 6, "saved": 6, "model_folder": 6, "check": 6, "replay": 6,
+    "train": 6, "run": 6, "saved": 6, "step_clock": 6, "model_folder": 6, "check": 6, "replay": 6,
     "quickstart": 6, "submit": 6, "launch": 6,
     "cli": 7,
 }  # fmt: skip
