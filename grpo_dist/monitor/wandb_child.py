@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+ORPHAN_SECONDS = 10.0  # to finish in, when the driver was killed
+
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -50,10 +52,10 @@ def _serve(start: dict[str, Any], lines: Iterator[dict[str, Any]], said: Any) ->
     row = int(start["row"])
     sent: dict[str, int] = dict(start["sent"])
     _remember(memory, start["init"]["id"], row, sent)
-    exit_code = 255  # unless the driver says how it ended
+    exit_code, seconds = 255, ORPHAN_SECONDS  # unless the driver says how it ended: it was killed
     for line in lines:
         if "finish" in line:
-            exit_code = int(line["finish"])
+            exit_code, seconds = int(line["finish"]), float(start["finish_seconds"])
             break
         row += 1
         if "log" in line:
@@ -67,7 +69,7 @@ def _serve(start: dict[str, Any], lines: Iterator[dict[str, Any]], said: Any) ->
         sent[line["kind"]] = max(int(line["of"]), sent.get(line["kind"], 0))
         _remember(memory, start["init"]["id"], row, sent)
     # finish() waits for the upload, for ever if the server does not answer; its own limit does not cover everything
-    threading.Timer(float(start["finish_seconds"]) + 2, _give_up, (said, start["run_dir"])).start()
+    threading.Timer(seconds + 2, _give_up, (said, start["run_dir"])).start()
     try:
         run.finish(exit_code=exit_code)
     except TimeoutError:

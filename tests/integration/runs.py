@@ -142,7 +142,7 @@ class Command:
                     continue
         return found
 
-    def nothing_left(self, seconds: float = 30) -> None:
+    def nothing_left(self, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while left := self.living():
             if time.monotonic() > deadline:

@@ -97,13 +97,17 @@ def test_with_learning_rate_zero_nothing_moves(out: Path, tiny_model: Path) -> N
     assert len(rows) == 5
     for row in rows:
         assert row["train/ratio_max"] == pytest.approx(1, abs=1e-5)
+        assert row["train/ratio_min"] == pytest.approx(1, abs=1e-5)
         assert row["train/kl"] == pytest.approx(0, abs=1e-6)
         assert row["train/clip_fraction"] == 0
     assert len({e["digest"] for e in events(folder, "published")}) == 1
 
 
 def test_one_version_behind_while_weights_arrive_in_flight(out: Path, tiny_model: Path) -> None:
-    """k = 1: completions are cut by publications, and every token still carries the log-probability of its version."""
+    """k = 1: publications cut completions, spans name the versions, none is more than one behind, none is lost.
+
+    That each span's log-probabilities are those of its version is held by test_transfer.
+    """
     sections = shape("in-flight", run={"name": "in-flight", "steps": 6})
     sections["rollout"] |= {"max_staleness": 1, "sampling": {"max_tokens": 200, "stop": []}}
     sections["data"] = {"max_prompt_tokens": 16}
@@ -111,6 +115,7 @@ def test_one_version_behind_while_weights_arrive_in_flight(out: Path, tiny_model
     folder = train(out, tiny_model, sections)
     rows = metrics(folder)
     assert max(row["rollout/staleness_max"] for row in rows) == 1
+    assert max(row["rollout/mixed_version_fraction"] for row in rows) > 0  # some were cut
     samples = [row for step in rollouts(folder) for row in step]
     for step, step_rows in enumerate(rollouts(folder), 1):
         for row in step_rows:
