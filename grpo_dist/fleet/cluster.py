@@ -32,12 +32,6 @@ class Cluster:
     address: str
     started_here: bool  # then no node will ever join: a misfit is final
 
-    @property
-    def logs(self) -> str:
-        """Folder with the output of every worker, on the node that ran it."""
-        node = ray._private.worker.global_worker.node
-        return f"{node.get_session_dir_path()}/logs" if node is not None else "Ray's log folder"
-
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
