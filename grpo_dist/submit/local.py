@@ -12,8 +12,8 @@ from typing import Any
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.launch.folder import AttemptFolder
 from grpo_dist.launch.processes import is_running, started_at
-from grpo_dist.submit.backend import follow_files, newest_attempt, prepare_launch, shared_progress
-from grpo_dist.submit.logs import worker_lines
+from grpo_dist.submit.backend import newest_attempt, prepare_launch, shared_progress
+from grpo_dist.submit.logs import shared_lines
 from grpo_dist.submit.plan import Submission, shell
 from grpo_dist.submit.records import JobState, Record, phase_of_exit
 
@@ -68,11 +68,9 @@ class LocalBackend:
         return JobState("failed", 137, "it was killed before it could say why")
 
     def follow(self, record: Record, *, role: str | None, rank: int, follow: bool) -> Iterator[str]:
-        if role is not None:
-            return worker_lines(
-                record, role, rank, self.progress(record), lambda: self.state(record).ended, follow=follow
-            )
-        return follow_files(record, lambda: self.state(record).ended, follow=follow)
+        return shared_lines(
+            record, self.progress, lambda: self.state(record).ended, role=role, rank=rank, follow=follow
+        )
 
     def progress(self, record: Record) -> dict[str, Any] | None:
         return shared_progress(record)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, UserError
+from grpo_dist.submit.backend import follow_files
 from grpo_dist.submit.ray_api import RayApi, whole_lines
 from grpo_dist.submit.records import Record
 from grpo_dist.submit.tokens import read_token
@@ -28,6 +29,21 @@ def worker_place(progress: dict[str, Any] | None, role: str, rank: int) -> tuple
         known = ", ".join(sorted(workers)) or "none yet"
         raise UserError(f"no worker {name} has started in this run; started: {known}")
     return workers[name].get("node"), int(workers[name]["pid"])
+
+
+def shared_lines(
+    record: Record,
+    progress: Callable[[Record], dict[str, Any] | None],
+    ended: Callable[[], bool],
+    *,
+    role: str | None,
+    rank: int,
+    follow: bool,
+) -> Iterator[str]:
+    """Lines of the driver, or with ``role`` of one worker, of a run whose files this machine sees."""
+    if role is not None:
+        return worker_lines(record, role, rank, progress(record), ended, follow=follow)
+    return follow_files(record, ended, follow=follow)
 
 
 def worker_lines(

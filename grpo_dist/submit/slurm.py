@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpo_dist.errors import UserError
-from grpo_dist.submit.backend import Unreachable, follow_files, newest_attempt, prepare_launch, shared_progress
-from grpo_dist.submit.logs import worker_lines
+from grpo_dist.submit.backend import Unreachable, newest_attempt, prepare_launch, shared_progress
+from grpo_dist.submit.logs import shared_lines
 from grpo_dist.submit.plan import Submission
 from grpo_dist.submit.records import JobState, Record, phase_of_exit
 from grpo_dist.submit.slurm_script import render
@@ -67,11 +67,9 @@ class SlurmBackend:
         return JobState(phase_of_exit(code), code, _why(attempt))
 
     def follow(self, record: Record, *, role: str | None, rank: int, follow: bool) -> Iterator[str]:
-        if role is not None:
-            return worker_lines(
-                record, role, rank, self.progress(record), lambda: self.state(record).ended, follow=follow
-            )
-        return follow_files(record, lambda: self.state(record).ended, follow=follow)
+        return shared_lines(
+            record, self.progress, lambda: self.state(record).ended, role=role, rank=rank, follow=follow
+        )
 
     def progress(self, record: Record) -> dict[str, Any] | None:
         return shared_progress(record)
