@@ -181,8 +181,9 @@ class Node:
         self.say(f"Ray is up at {address}")
         wait_for_nodes(address, options.expect, options.wait, self.folder.states, self._interrupt, self.say)
         if self.signal is not None:
-            self.folder.write_exit(130, f"stopped by {self.signal.name} before the run began")
-            return 130
+            code = 85 if self.signal is signal.SIGUSR1 else 130  # nothing had to be saved; it may be queued again
+            self.folder.write_exit(code, f"stopped by {self.signal.name} before the run began")
+            return code
         code = self._run_command({"RAY_ADDRESS": address})
         self.folder.write_exit(code, "the run ended" if code == 0 else f"the run ended with {code}")
         return code
