@@ -46,7 +46,7 @@ class Section(BaseModel):
 class RunSection(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; its folder is OUT/NAME.")
     seed: Seed = Field(0, description="Fixes data order, sampling and initialisation.")
-    steps: Positive = Field(description="Optimizer steps, each followed by one publication.")
+    steps: Positive = Field(description="Steps: a batch, its optimizer updates (one by default), one publication.")
     out: Path = Field(Path("runs"), description="Folder that holds run folders.")
     resume: bool = Field(False, description="Continue the run of this name from its newest good checkpoint.")
 
@@ -184,7 +184,7 @@ class RolloutSection(Section):
     workers: Workers = Field(1, description="vLLM engines, one Ray actor each.")
     tensor_parallel: Workers = Field(1, description="GPUs (or CPU ranks) per engine.")
     group_size: GroupSize = Field(16, description="G, completions per prompt.")
-    groups_per_step: Groups = Field(32, description="Prompts per optimizer step.")
+    groups_per_step: Groups = Field(32, description="Prompts per step.")
     max_staleness: Staleness = Field(0, description="k: how many versions a rollout may lag; 0 is synchronous.")
     sampling: TrainSampling = Field(TrainSampling(), description="Sampling of training rollouts.")
     engine: dict[str, Any] = Field(
@@ -267,6 +267,32 @@ class KLSection(Section):
         description="'loss' adds beta x estimator to the loss; 'reward' takes beta x k1 of this and all later tokens off "
         "the advantage.",
     )
+    reference: Literal["fixed", "refresh", "ema"] = Field(
+        "fixed",
+        description="The model as loaded; or from time to time the policy itself (refresh), or a moving average of it (ema).",
+    )
+    refresh_every: Positive | None = Field(
+        None, description="Steps from one change of the reference to the next; needed by refresh, 1 for ema."
+    )
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="reference: ema becomes (1 - ema) x reference + ema x policy at each change."
+    )
+
+    @model_validator(mode="after")
+    def _moves_as_told(self) -> KLSection:
+        if self.reference == "fixed" and (self.refresh_every is not None or self.ema is not None):
+            key = "ema" if self.ema is not None else "refresh_every"
+            raise ValueError(f"kl.{key} is given, but kl.reference is fixed: set it to refresh or ema")
+        if self.reference == "refresh" and (self.refresh_every is None or self.ema is not None):
+            raise ValueError("kl.reference: refresh needs kl.refresh_every (steps) and no kl.ema")
+        if self.reference == "ema" and self.ema is None:
+            raise ValueError("kl.reference: ema needs kl.ema, the policy's share at each change, e.g. 0.05")
+        return self
+
+    @property
+    def every(self) -> int | None:
+        """Steps between changes of the reference; None when there are none."""
+        return None if self.beta == 0 or self.reference == "fixed" else self.refresh_every or 1
 
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -327,6 +353,42 @@ ObjectiveName = Literal["clip", "gspo", "sequence_ratio", "cispo", "sapo", "gmpo
 DivisorName = Literal["token", "sequence", "constant"]
 
 
+class DifficultySection(Section):
+    """Rest for prompts that teach nothing: all samples right, or all wrong, on several visits in a row."""
+
+    patience: NonNegative = Field(
+        0, description="So many visits in a row with all samples right, or all wrong, send a prompt to rest; 0: never."
+    )
+    rest: Positive = Field(1, description="Epochs of the first rest; each one after it is twice as long.")
+    longest: Positive = Field(64, description="Epochs of the longest rest.")
+
+
+class FiltersSection(Section):
+    """Which of the sampled groups and completions train."""
+
+    truncated: Literal["keep", "mask", "penalise"] = Field(
+        "keep",
+        description="Completions that reach max_tokens: rewarded like others, left out, or (penalise) every reward falls "
+        "with the length over the last overlong_buffer tokens.",
+    )
+    overlong_buffer: Positive | None = Field(
+        None, description="truncated: penalise begins so many tokens before max_tokens; default a fifth of them."
+    )
+    overlong_factor: PositiveFloat = Field(1.0, description="Taken off the reward at max_tokens.")
+    zero_variance: Literal["keep", "drop", "refill"] = Field(
+        "keep",
+        description="Groups whose rewards are all equal: trained (advantage 0; their tokens count in the divisor and "
+        "the KL term), left out, or replaced by further groups.",
+    )
+    refill_most: Groups | None = Field(
+        None,
+        description="zero_variance: refill samples at most so many groups for a step; default 3 x groups_per_step.",
+    )
+    difficulty: DifficultySection = Field(
+        DifficultySection(), description="Rest for prompts that are always solved, or never."
+    )
+
+
 class AlgorithmSection(Section):
     advantage: AdvantageName = Field("grpo", description="How rewards of a group become advantages.")
     pass_k: GroupSize = Field(4, ge=2, description="k of advantage: pass_at_k.")
@@ -354,6 +416,7 @@ class AlgorithmSection(Section):
     correction: CorrectionSection = Field(
         CorrectionSection(), description="Engine/learner mismatch: a preset's name, or the keys themselves."
     )
+    filters: FiltersSection = Field(FiltersSection(), description="Which sampled groups and completions train.")
     max_step0_mismatch: PositiveFloat = Field(
         0.1,
         description="Mean |engine - learner log-probability| allowed while both hold the same weights; above it the run stops.",
@@ -382,7 +445,10 @@ class AlgorithmSection(Section):
 
 class ScheduleSection(Section):
     name: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
-    warmup_steps: NonNegative = Field(0, description="Linear rise from 0: step s <= w uses s/w of the rate.")
+    warmup_steps: NonNegative = Field(
+        0,
+        description="Linear rise from 0: step s <= w uses s/w of the rate. Update k of n of a step counts as s - 1 + k/n.",
+    )
     final_fraction: Fraction = Field(0.0, description="Share of the rate left at run.steps (linear, cosine).")
 
 
@@ -406,7 +472,14 @@ class LearnerSection(Section):
     schedule: ScheduleSection = Field(ScheduleSection(), description="Learning rate over steps.")
     optimizer: OptimizerSection = Field(OptimizerSection(), description="AdamW.")
     grad_clip: NonNegativeFloat = Field(1.0, description="Largest global gradient norm; 0 turns clipping off.")
-    micro_batch_tokens: Positive = Field(16384, description="Most tokens packed into one forward pass.")
+    updates_per_batch: Positive = Field(
+        1, description="Mini-batches of whole groups that a step's batch is split into, one optimizer update each."
+    )
+    epochs: Positive = Field(1, description="Passes over a step's batch, each with updates_per_batch updates.")
+    micro_batch_tokens: Positive = Field(
+        16384,
+        description="Most tokens packed into one forward pass; a longer sample is not cut, it has a pass of its own.",
+    )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     logprob_chunk_tokens: Positive = Field(256, description="Tokens whose logits exist at a time.")
     zero: ZeroSection = Field(ZeroSection(), description="ZeRO-3.")
@@ -468,12 +541,19 @@ class FaultsSection(Section):
     start_seconds: PositiveFloat = Field(600, description="Limit for a worker to become ready.")
     rollout_seconds: PositiveFloat = Field(1800, description="Limit for one group to be generated.")
     verify_seconds: PositiveFloat = Field(600, description="Limit for one group to be scored, queueing included.")
-    learn_seconds: PositiveFloat = Field(3600, description="Limit for one optimizer step.")
+    learn_seconds: PositiveFloat = Field(3600, description="Limit for one optimizer update.")
     publish_seconds: PositiveFloat = Field(600, description="Limit for one publication.")
     save_seconds: PositiveFloat = Field(1800, description="Limit for one checkpoint.")
     placement_seconds: PositiveFloat = Field(60, description="Limit for the cluster to grant the wanted resources.")
     collective_seconds: PositiveFloat = Field(600, description="Limit of one collective between learner ranks.")
-    nonfinite_steps: Positive = Field(3, description="Skipped steps in a row (non-finite gradient) that stop the run.")
+    preflight_seconds: NonNegativeFloat = Field(
+        90,
+        description="Limit of each check between nodes (who reaches whom, an all-reduce, a broadcast) before models "
+        "load; only on clusters of several nodes. 0: no check.",
+    )
+    nonfinite_steps: Positive = Field(
+        3, description="Skipped updates in a row (non-finite gradient) that stop the run."
+    )
 
 
 class Recipe(Section):
@@ -512,7 +592,29 @@ class Recipe(Section):
                 f"a step has {self.rollout.groups_per_step} groups x {self.rollout.group_size} samples = {samples}, "
                 f"fewer than learner.ranks = {self.learner.ranks}: some ranks would never train"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        parts = self.learner.updates_per_batch
+        if parts > self.rollout.groups_per_step:
+            raise ValueError(
+                f"learner.updates_per_batch {parts} is more than rollout.groups_per_step "
+                f"{self.rollout.groups_per_step}: a mini-batch has at least one whole group"
+            )
+        if (least := self.rollout.groups_per_step // parts * self.rollout.group_size) < self.learner.ranks:
+            raise ValueError(
+                f"learner.updates_per_batch {parts} leaves {least} samples for the smallest mini-batch, fewer than "
+                f"learner.ranks = {self.learner.ranks}: some ranks would have nothing to do in it"
+            )
+        filters, most = self.algorithm.filters, self.rollout.sampling.max_tokens
+        if filters.overlong_buffer is not None and filters.overlong_buffer > most:
+            raise ValueError(
+                f"algorithm.filters.overlong_buffer {filters.overlong_buffer} is longer than a whole completion: "
+                f"rollout.sampling.max_tokens is {most}"
+            )
+        if filters.refill_most is not None and filters.refill_most < self.rollout.groups_per_step:
+            raise ValueError(
+                f"algorithm.filters.refill_most {filters.refill_most} must be at least rollout.groups_per_step "
+                f"{self.rollout.groups_per_step}: it counts all groups of a step, the first ones included"
+            )
+        longest = self.data.max_prompt_tokens + most
         context = self.rollout.engine.get("max_model_len")
         if context is not None and longest > context:
             raise ValueError(

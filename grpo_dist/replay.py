@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.algorithms.advantages import assign_advantages
+from grpo_dist.algorithms.filters import shaped
 from grpo_dist.config import AlgorithmSection, VerifiersSection
 from grpo_dist.errors import UserError
 from grpo_dist.monitor.records import RunFolder, read_jsonl
@@ -74,7 +75,7 @@ def replay(run_dir: Path, step: int, *, workers: int = 1) -> Replay:
     recipe = folder.recipe()
     rows = list(read_jsonl(file))
     verdicts = asyncio.run(_score([_item(row) for row in rows], recipe.verifiers, workers))
-    return compare(step, rows, verdicts, recipe.algorithm)
+    return compare(step, rows, verdicts, recipe.algorithm, max_tokens=recipe.rollout.sampling.max_tokens)
 
 
 async def _score(items: Sequence[VerifyItem], section: VerifiersSection, workers: int) -> list[Verdict]:
@@ -86,9 +87,14 @@ async def _score(items: Sequence[VerifyItem], section: VerifiersSection, workers
 
 
 def compare(
-    step: int, rows: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], algorithm: AlgorithmSection
+    step: int,
+    rows: Sequence[dict[str, Any]],
+    verdicts: Sequence[Verdict],
+    algorithm: AlgorithmSection,
+    *,
+    max_tokens: int,
 ) -> Replay:
-    """What is different between recorded rows and new verdicts on them."""
+    """What is different between recorded rows and new verdicts on them. ``max_tokens``: the longest completion."""
     differences: list[Difference] = []
     for row, verdict in zip(rows, verdicts, strict=True):
         was, now = row["reward"], verdict.reward
@@ -98,7 +104,7 @@ def compare(
             )
         elif was is not None and now is not None and abs(was - now) > 1e-9:
             differences.append(Difference(row["group_id"], row["index"], "reward", was, now))
-    groups = list(_groups(rows, verdicts))
+    groups = shaped(list(_groups(rows, verdicts)), algorithm.filters, max_tokens)
     samples = {(s.group_id, s.index): s for s in assign_advantages(groups, algorithm)} if groups else {}
     for row in rows:
         sample = samples.get((row["group_id"], row["index"]))

@@ -11,11 +11,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -34,12 +31,11 @@ from grpo_dist.monitor.console import Console, open_console
 from grpo_dist.monitor.records import RunFolder, last_step, read_jsonl
 from grpo_dist.monitor.tracking import Tracker, open_tracker
 from grpo_dist.rollout.pipeline import RolloutPipeline
+from grpo_dist.rollout.selection import Difficulty, StepGroups, select
+from grpo_dist.signals import STOP_SIGNALS, StopSignals
 from grpo_dist.step_clock import StepClock, weight_metrics
 from grpo_dist.types import RunState, Sample, ScoredGroup, TrainBatch, WeightUpdate
 from grpo_dist.verifiers.watch import FIRST_STEPS, Watch
-
-# What a scheduler sends ahead of taking the machine away asks to be requeued; the others are a person's.
-STOP_SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGUSR1: 85}
 
 
 class Run:
@@ -55,14 +51,17 @@ class Run:
         self.clock = StepClock()
         self._saved_step: int | None = state.step if state.step else None
         self._learner_clean = True  # the learner holds exactly state.step: False from an update's start to its commit
-        self._stop: signal.Signals | None = None
-        self._starting: asyncio.Task[None] | None = None
-        self._unrecorded: tuple[Sequence[ScoredGroup], Sequence[Sample], TrainBatch, Stats] | None = None
+        self._stop = StopSignals()
+        self._unrecorded: tuple[StepGroups, Sequence[Sample], TrainBatch, Stats] | None = None
         # Until the first update, samples and learner have the same weights; groups of a former process may be older.
         self._fresh_weights = not state.buffered
         self._skipped_in_a_row = 0
         self._advisor = Advisor()
         lengths = (row.get("rollout/completion_tokens_mean") for row in read_jsonl(folder.path / "metrics.jsonl"))
+        self._difficulty = Difficulty(
+            recipe.algorithm.filters.difficulty, prompts.place, len(prompts), state.difficulty
+        )
+        self._remembered: dict[str, float] = {}  # metrics of the difficulty memory after the step at hand
         self._watch = Watch(recipe.verifiers.use, [n for n in islice(lengths, FIRST_STEPS) if n is not None])
 
     # --- opening and closing ----------------------------------------------------------------------------------------
@@ -84,8 +83,11 @@ class Run:
             run = cls(recipe, folder, prompts, state, store)
             run.console = stack.enter_context(open_console(recipe, state.step))
             here = stack.enter_context(cluster())
-            stack.enter_context(run._signals())  # after Ray's start, which installs handlers of its own
-            with run._interruptible_start():
+            # After Ray's start, which installs handlers of its own.
+            stack.enter_context(
+                run._stop.heard(run.console.say, lambda: f"the last checkpoint is step {run._saved_step}")
+            )
+            with run._stop.ending_a_start():
                 await run._start_fleet(stack, here, model, checkpoint)
             run.tracker = open_tracker(
                 recipe,
@@ -114,46 +116,6 @@ class Run:
         failed = kind is not None and not issubclass(kind, Interrupted)
         await asyncio.to_thread(self.tracker.close, 1 if failed else 0)  # up to half a minute: signals are still heard
 
-    @contextmanager
-    def _interruptible_start(self) -> Iterator[None]:
-        """A signal while workers start ends the start: there is nothing to finish."""
-        self._starting = asyncio.current_task()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._stop is None:
-                raise
-            raise Interrupted(
-                f"stopped by {self._stop.name} while the workers were starting: nothing had to be saved",
-                exit_code=STOP_SIGNALS[self._stop],
-            ) from None
-        finally:
-            self._starting = None
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """First signal: stop after this step. Second: leave at once; Ray ends this job's workers."""
-        loop = asyncio.get_running_loop()
-
-        def asked(received: signal.Signals) -> None:
-            if self._stop is not None:
-                self.console.say(f"{received.name} again: leaving now; the last checkpoint is step {self._saved_step}")
-                sys.stdout.flush()
-                os._exit(1)  # at once: no handler, no wait, and not the status of a clean save
-            self._stop = received
-            if self._starting is not None:
-                self._starting.cancel()
-                return
-            self.console.say(f"{received.name}: finishing the step at hand, then saving (again: leave at once)")
-
-        for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, asked, number)
-        try:
-            yield
-        finally:
-            for number in STOP_SIGNALS:
-                loop.remove_signal_handler(number)
-
     # --- verbs of the loop ------------------------------------------------------------------------------------------
 
     def remaining_steps(self) -> range:
@@ -169,14 +131,32 @@ class Run:
             self.fleet.score,
             slots=(self.recipe.rollout.max_staleness + 1) * per_step,
             first=self.state.next_group,
-            end=self.state.next_group + per_step * len(self.remaining_steps()),
+            most=per_step * len(self.remaining_steps()),
             buffered=self.state.buffered,
+            rests=self._difficulty.rests if self._difficulty.on else None,
+            decided=self.state.decided,
+            resting=self.state.resting,
         )
 
-    async def take(self, pipeline: RolloutPipeline) -> list[ScoredGroup]:
-        """The groups of the next step. Raises GrpoDistError when too many verdicts failed."""
+    async def take(self, pipeline: RolloutPipeline) -> StepGroups:
+        """The groups of the next step: filtered, and refilled where the recipe asks for it.
+
+        Raises:
+            GrpoDistError: too many verdicts failed, or refilling found nothing to learn from.
+        """
+        wanted = self.recipe.rollout.groups_per_step
         self.console.waiting("rollouts", lambda: _window_text(pipeline))
-        groups = await pipeline.take(self.recipe.rollout.groups_per_step)
+
+        def look(seen: Sequence[ScoredGroup], trained: int) -> None:
+            self._refuse_failed_verdicts(seen)
+            if self.recipe.algorithm.filters.zero_variance == "refill" and trained < wanted:
+                self.console.waiting(
+                    f"more rollouts: {trained} of {wanted} groups have spread", lambda: _window_text(pipeline)
+                )
+
+        return await select(pipeline, self.recipe.rollout, self.recipe.algorithm.filters, look)
+
+    def _refuse_failed_verdicts(self, groups: Sequence[ScoredGroup]) -> None:
         failed = [v for g in groups for v in g.verdicts if v.reward is None]
         total = sum(len(g.verdicts) for g in groups)
         if len(failed) > self.recipe.verifiers.max_error_rate * total:
@@ -184,7 +164,6 @@ class Run:
                 f"{len(failed)} of {total} verdicts of step {self.state.step + 1} failed, more than "
                 f"verifiers.max_error_rate = {self.recipe.verifiers.max_error_rate}; the first: {failed[0].error}"
             )
-        return groups
 
     async def learn(self, batch: TrainBatch) -> Stats:
         """One optimizer step.
@@ -217,15 +196,16 @@ class Run:
         return learned
 
     def commit(
-        self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[Sample], batch: TrainBatch, learned: Stats
+        self, step: int, groups: StepGroups, samples: Sequence[Sample], batch: TrainBatch, learned: Stats
     ) -> None:
         """From here on the step counts: its groups are never trained again."""
         self._learner_clean = True
         self._unrecorded = groups, samples, batch, learned
+        self._remembered = self._difficulty.observe(groups.seen)
         self.state = replace(
             self.state,
             step=step,
-            next_group=groups[-1].group_id + 1,
+            next_group=groups.seen[-1].group_id + 1,
             samples_trained=self.state.samples_trained + batch.loss_sequences,
             tokens_trained=self.state.tokens_trained + batch.loss_tokens,
             seconds=self.state.seconds + self.clock.seconds,
@@ -265,13 +245,16 @@ class Run:
         groups, samples, batch, learned = self._unrecorded
         self._unrecorded = None
         step = self.state.step
-        rollouts = rollout_metrics(groups, step - 1)
+        rollouts = rollout_metrics(groups.seen, step - 1)
         values = stat_values(merge_stats([rollouts, batch_metrics(batch), learned]))
-        watched, alarms = self._watch.look(groups)
+        watched, alarms = self._watch.look(groups.seen)
         values |= self.clock.metrics(pipeline.times(), values) | self.fleet.sizes() | watched
+        values |= groups.metrics() | self._remembered
         if sent is not None:
             values |= weight_metrics(sent)
-        self.folder.write_rollouts(step, groups, samples)
+        self.folder.write_rollouts(step, groups.seen, samples, groups.dropped)
+        if groups.dropped:
+            self.folder.append_event("group_dropped", step=step, groups=groups.dropped)
         self.folder.append_metrics(step, values)
         self.tracker.log(step, values)
         self.console.step(step, values)
@@ -304,7 +287,7 @@ class Run:
     async def maybe_save(self, pipeline: RolloutPipeline) -> None:
         """Every checkpoint.every steps, at the end, and when asked to stop."""
         every, step = self.recipe.checkpoint.every, self.state.step
-        if step == self.recipe.run.steps or self._stop is not None or (every > 0 and step % every == 0):
+        if step == self.recipe.run.steps or self._stop.received is not None or (every > 0 and step % every == 0):
             with self.clock.phase("save"):
                 await self.save(pipeline)
 
@@ -313,7 +296,10 @@ class Run:
         if self._saved_step == self.state.step:
             return
         self.console.waiting(f"checkpoint {self.state.step}")
-        state = replace(self.state, buffered=pipeline.finished())
+        state = replace(
+            self.state, buffered=pipeline.finished(), decided=pipeline.decided,
+            resting=pipeline.resting(self.state.next_group), difficulty=self._difficulty.to_json(),
+        )  # fmt: skip
         aside = self.store.begin(state.step)
         try:
             await self.fleet.learner.save(aside)
@@ -353,13 +339,13 @@ class Run:
 
     def stop_if_asked(self) -> None:
         """Raises Interrupted once the step is saved."""
-        if self._stop is not None:
+        if (received := self._stop.received) is not None:
             assert self._saved_step == self.state.step or self.state.step == 0
-            self.folder.append_event("stopped", step=self.state.step, signal=self._stop.name)
+            self.folder.append_event("stopped", step=self.state.step, signal=received.name)
             raise Interrupted(
-                f"stopped by {self._stop.name} after step {self.state.step}{', saved' if self.state.step else ''}; "
+                f"stopped by {received.name} after step {self.state.step}{', saved' if self.state.step else ''}; "
                 f"go on with: grpo-dist train {self.folder.path / 'recipe.yaml'} --resume",
-                exit_code=STOP_SIGNALS[self._stop],
+                exit_code=STOP_SIGNALS[received],
             )
 
     def warn(self, text: str) -> None:

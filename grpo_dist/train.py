@@ -25,14 +25,14 @@ async def train(recipe: Recipe) -> None:
         async with run.pipeline() as pipeline, run.saving_on_failure(pipeline):
             for step in run.remaining_steps():
                 groups = await run.take(pipeline)
-                samples = assign_advantages(groups, recipe.algorithm)
+                samples = assign_advantages(groups.trained, recipe.algorithm)
                 batch = build_batch(
                     samples, ranks=run.fleet.learner.size, micro_batch_tokens=recipe.learner.micro_batch_tokens
                 )
                 learned = await run.learn(batch)
                 run.commit(step, groups, samples, batch, learned)
                 sent = await run.publish()
-                pipeline.release(len(groups))
+                pipeline.release(groups.slots)
                 run.record(sent, pipeline)
                 await run.maybe_evaluate()
                 await run.maybe_save(pipeline)

@@ -174,7 +174,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
-    """One optimizer step. Divisors are global counts, so any split gives the same gradient."""
+    """One optimizer update. Divisors are global counts, so any split gives the same gradient."""
 
     shards: tuple[tuple[MicroBatch, ...], ...]  # [ranks][micro], every rank the same number of micro-batches
     loss_tokens: int  # True positions of the loss masks, over all ranks
@@ -190,7 +190,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankBatch:
-    """One rank's share of one optimizer step, with the divisors of the whole step."""
+    """One rank's share of one optimizer update, with the divisors of the whole update."""
 
     micro: tuple[MicroBatch, ...]
     loss_tokens: int
@@ -233,4 +233,8 @@ class RunState:
     seconds: float = 0.0  # of training, over all resumes
     wandb_id: str | None = None
     prompts: str = ""  # fingerprint of the training prompts: a place in other data means nothing
+    # Below ``decided`` it is settled which groups are sampled; those of ``resting`` (>= next_group) are passed over.
+    decided: int = 0
+    resting: tuple[int, ...] = ()
+    difficulty: dict[str, Any] = field(default_factory=dict)  # of algorithms/difficulty.py, as JSON
     buffered: tuple[ScoredGroup, ...] = ()  # finished, not yet trained

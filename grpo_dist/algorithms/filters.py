@@ -3,7 +3,7 @@
     scored groups -> truncated(mode) -> with spread / without -> Refill says how many more groups are needed
 
 Pure: groups in, groups out. A group that is changed keeps its rollout; only verdicts differ, so metrics and dumps of
-what the verifiers said are made from the groups before. Left out: asking for more groups (rollout/pipeline.py), rest
+what the verifiers said are made from the groups before. Left out: asking for more groups (rollout/selection.py), rest
 for prompts that teach nothing (difficulty.py).
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from grpo_dist.config import FiltersSection
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.metrics import has_spread
 from grpo_dist.types import Completion, ScoredGroup, Verdict
@@ -50,6 +51,12 @@ def truncated(
         replace(g, verdicts=tuple(judge(c, v) for c, v in zip(g.rollout.completions, g.verdicts, strict=True)))
         for g in groups
     ]
+
+
+def shaped(groups: Sequence[ScoredGroup], filters: FiltersSection, max_tokens: int) -> list[ScoredGroup]:
+    """``truncated`` as a recipe says it. Left out: groups without spread."""
+    buffer = filters.overlong_buffer or max(1, max_tokens // 5)
+    return truncated(groups, filters.truncated, limit=max_tokens, buffer=buffer, factor=filters.overlong_factor)
 
 
 def by_spread(groups: Sequence[ScoredGroup]) -> tuple[list[ScoredGroup], list[ScoredGroup]]:

@@ -117,10 +117,19 @@ class PromptStream:
 
     def request(self, group_id: int) -> GroupRequest:
         """The group with this place in submission order; the same one on every call and after every resume."""
+        row, epoch = self._place(group_id)
+        prompt = self._table.prompt(row)
+        return GroupRequest(group_id, epoch, prompt, group_seed(self._seed, epoch, prompt.id, self._group_size))
+
+    def place(self, group_id: int) -> tuple[str, int]:
+        """(prompt id, epoch) of a group, without making its text and tokens."""
+        row, epoch = self._place(group_id)
+        return self._table.ids[row], epoch
+
+    def _place(self, group_id: int) -> tuple[int, int]:
         source, draw = self._mixture.draw(group_id)
         epoch, place = divmod(draw, len(self._rows[source]))
-        prompt = self._table.prompt(self._rows[source][self._order(source, epoch)[place]])
-        return GroupRequest(group_id, epoch, prompt, group_seed(self._seed, epoch, prompt.id, self._group_size))
+        return self._rows[source][self._order(source, epoch)[place]], epoch
 
     def prompts(self) -> Iterator[Prompt]:
         """Each training prompt once, in file order."""

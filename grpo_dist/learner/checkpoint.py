@@ -191,8 +191,9 @@ def read_state(path: Path) -> RunState:
     try:
         known = json.loads((path / STATE).read_text())
         buffered: tuple[ScoredGroup, ...] = pickle.loads((path / BUFFERED).read_bytes())
+        known["resting"] = tuple(known.get("resting", ()))
         return RunState(**known, buffered=buffered)
-    except (OSError, ValueError, TypeError, pickle.UnpicklingError, AttributeError, ImportError) as error:
+    except (OSError, EOFError, ValueError, TypeError, pickle.UnpicklingError, AttributeError, ImportError) as error:
         raise CheckpointError(f"{path.name}: the run state cannot be read: {error}") from error
 
 

@@ -3,14 +3,18 @@
     submit group i ──► generate ──► score ──► ready[i]          (each group on its own, any order of arrival)
     take(n)        ◄── the next n groups in SUBMISSION order
     release(n)     ──► n slots free ──► the next n groups are submitted
+    replace(n)     ──► the same for groups that do not train: as many more are submitted in their stead
 
 At most ``slots = (k + 1) x groups_per_step`` groups are submitted and not released. The driver releases a step's groups
 only after the weights of that step are published, so a group that is trained in step s was submitted no earlier than
 version s - 1 - k: the lag is bounded by k. Submission order is what makes this true; with completion order a slow
 group could wait for ever while younger ones are trained.
 
+A group that is dropped frees its slot at once: what is left in the window is trained no later than it was going to be.
+
 Which group has which prompt and seed is a pure function of its id, given as ``request``; where groups are generated and
-scored is unknown here: both are injected async functions.
+scored is unknown here: both are injected async functions. Ids of prompts that rest are passed over for good;
+``decided`` and ``resting`` say which, so that a resumed run asks for the same groups.
 """
 
 from __future__ import annotations
@@ -66,12 +70,19 @@ class RolloutPipeline:
         *,
         slots: int,
         first: int = 0,
-        end: int | None = None,
+        most: int | None = None,
         buffered: Iterable[ScoredGroup] = (),
+        rests: Callable[[int], bool] | None = None,
+        decided: int = 0,
+        resting: Iterable[int] = (),
     ) -> None:
-        """``first`` is the first group id not yet trained, ``end`` the first id that must not be sampled any more.
-
-        ``buffered`` are groups finished by a former process: they take their slots without being sampled again.
+        """Args:
+            slots: groups that may be submitted and not released.
+            first: the first group id not yet trained.
+            most: how many groups may be submitted in all.
+            buffered: groups finished by a former process: they take their slots without being sampled again.
+            rests: whether a group id is passed over; asked once, when its turn comes.
+            decided, resting: what a former process decided of the ids below ``decided``.
 
         Raises:
             ValueError: no slots, or a buffered group outside the window.
@@ -79,8 +90,9 @@ class RolloutPipeline:
         if slots < 1:
             raise ValueError(f"the rollout window needs at least one slot, got {slots}")
         self._request, self._generate, self._score = request, generate, score
-        self._slots, self._next, self._end = slots, first, end
-        self._take_from = first
+        self._slots, self._next, self._left = slots, first, most
+        self._rests, self._decided = rests, decided
+        self._resting = {i for i in resting if i >= first}
         self._taken = 0
         self._window: dict[int, _Group] = {}
         self._failure: asyncio.Future[None] | None = None
@@ -88,8 +100,8 @@ class RolloutPipeline:
         self._generating = 0
         self._generating_since = 0.0
         self._buffered = {group.group_id: group for group in buffered}
-        if outside := [i for i in self._buffered if not first <= i < first + slots]:
-            raise ValueError(f"buffered groups {outside} lie outside the window {first}..{first + slots - 1}")
+        if outside := [i for i in self._buffered if not self._in_first_window(i)]:
+            raise ValueError(f"buffered groups {outside} lie outside the window of {slots} groups from {first}")
 
     def start(self) -> None:
         """Fill the window. Call inside the event loop, after the first publication."""
@@ -98,8 +110,18 @@ class RolloutPipeline:
 
     @property
     def next_group(self) -> int:
-        """The first group id that has not been handed out by ``take``."""
-        return self._take_from
+        """The first group id that has not been handed out by ``take``, nor passed over before that."""
+        return next(iter(self._window), self._next)
+
+    @property
+    def decided(self) -> int:
+        """Of every group id below it is settled whether it is sampled."""
+        return max(self._next, self._decided)
+
+    def resting(self, first: int) -> tuple[int, ...]:
+        """The ids from ``first`` on that are passed over; those below are done and forgotten."""
+        self._resting = {i for i in self._resting if i >= first}
+        return tuple(sorted(self._resting))
 
     @property
     def status(self) -> WindowStatus:
@@ -116,9 +138,10 @@ class RolloutPipeline:
             raise ValueError(f"take({n}) with {self._slots} slots, {self._taken} of them taken and not released")
         groups = []
         for _ in range(n):
-            groups.append(await self._finished(self._take_from))
-            del self._window[self._take_from]
-            self._take_from += 1
+            if (group_id := next(iter(self._window), None)) is None:
+                raise ValueError(f"no group is left to take: {self._next} was the first that was never submitted")
+            groups.append(await self._finished(self._window[group_id]))
+            del self._window[group_id]
             self._taken += 1
         return groups
 
@@ -128,6 +151,12 @@ class RolloutPipeline:
             raise ValueError(f"release({n}) of {self._taken} taken groups")
         self._taken -= n
         self._fill()
+
+    def replace(self, n: int) -> None:
+        """``n`` taken groups will not train: give back their slots and submit as many beyond what was planned."""
+        if self._left is not None:
+            self._left += n
+        self.release(n)
 
     def finished(self) -> tuple[ScoredGroup, ...]:
         """Groups that are scored and not yet taken, in submission order: part of a checkpoint."""
@@ -159,10 +188,7 @@ class RolloutPipeline:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def _finished(self, group_id: int) -> ScoredGroup:
-        group = self._window.get(group_id)
-        if group is None:
-            raise ValueError(f"group {group_id} was never submitted: the window ends at {self._end}")
+    async def _finished(self, group: _Group) -> ScoredGroup:
         if group.result is not None:
             return group.result
         assert group.task is not None
@@ -179,14 +205,29 @@ class RolloutPipeline:
         return group.task.result()
 
     def _fill(self) -> None:
-        while len(self._window) + self._taken < self._slots and (self._end is None or self._next < self._end):
-            group_id = self._next
-            self._next += 1
+        while len(self._window) + self._taken < self._slots and (self._left is None or self._left > 0):
+            group_id = self._next_id()
+            if self._left is not None:
+                self._left -= 1
             if (done := self._buffered.pop(group_id, None)) is not None:
                 self._window[group_id] = _Group(task=None, stage="ready", result=done)
                 continue
             group = self._window[group_id] = _Group(task=None)
             group.task = asyncio.create_task(self._run(group_id, group), name=f"group-{group_id}")
+
+    def _next_id(self) -> int:
+        """The next id that does not rest."""
+        while True:
+            group_id = self._next
+            self._next += 1
+            if group_id >= self._decided and self._rests is not None and self._rests(group_id):
+                self._resting.add(group_id)
+            elif group_id not in self._resting:
+                return group_id
+
+    def _in_first_window(self, group_id: int) -> bool:
+        passed_over = sum(i < group_id for i in self._resting)
+        return self._next <= group_id < self._next + self._slots + passed_over and group_id not in self._resting
 
     async def _run(self, group_id: int, group: _Group) -> ScoredGroup:
         try:

@@ -38,7 +38,7 @@ def test_lag_never_exceeds_k_and_each_group_is_trained_once_in_order(k: int) -> 
     async def run() -> tuple[list[int], list[int]]:
         nonlocal version
         order, lags = [], []
-        pipeline = RolloutPipeline(request, generate, score, slots=(k + 1) * per_step, end=per_step * steps)
+        pipeline = RolloutPipeline(request, generate, score, slots=(k + 1) * per_step, most=per_step * steps)
         async with pipeline:
             for step in range(1, steps + 1):
                 groups = await pipeline.take(per_step)
@@ -78,7 +78,7 @@ def test_buffered_groups_keep_their_slots_and_are_not_sampled_again() -> None:
 
     async def run() -> list[str]:
         pipeline = RolloutPipeline(
-            request, generate, score, slots=4, first=10, end=16, buffered=[finished(12), finished(10)]
+            request, generate, score, slots=4, first=10, most=6, buffered=[finished(12), finished(10)]
         )
         async with pipeline:
             first = await pipeline.take(2)
