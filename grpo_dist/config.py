@@ -190,6 +190,11 @@ class RolloutSection(Section):
     engine: dict[str, Any] = Field(
         {}, description="Passed to vLLM's engine as they are (max_num_seqs, kv_cache_memory_bytes, …)."
     )
+    threads: Positive | None = Field(
+        None,
+        description="Compute threads of an engine's rank on CPUs; by default its share of placement.cpus, at least 1. With "
+        "max_staleness 0 engines and learner take turns, and each may have all cores.",
+    )
     placement: PlacementSection = Field(PlacementSection(cpus=0.5), description="What Ray reserves for an engine.")
 
     @model_validator(mode="after")
@@ -484,6 +489,9 @@ class LearnerSection(Section):
     logprob_chunk_tokens: Positive = Field(256, description="Tokens whose logits exist at a time.")
     zero: ZeroSection = Field(ZeroSection(), description="ZeRO-3.")
     deepspeed: dict[str, Any] = Field({}, description="Merged last into the DeepSpeed configuration.")
+    threads: Positive | None = Field(
+        None, description="Compute threads of a rank on CPUs; by default placement.cpus, at least 1."
+    )
     placement: PlacementSection = Field(PlacementSection(cpus=0.5), description="What Ray reserves for a rank.")
 
     @model_validator(mode="after")

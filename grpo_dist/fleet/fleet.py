@@ -159,7 +159,7 @@ class Fleet:
             return spec_for(recipe, path=model, rank=rank, host=host, port=port, backend=backend)
 
         environment = actor_environment(
-            "cuda" if backend == "nccl" else "cpu", max(1, int(recipe.learner.placement.cpus))
+            "cuda" if backend == "nccl" else "cpu", recipe.learner.threads or max(1, int(recipe.learner.placement.cpus))
         )
 
         def create(rank: int, options: dict[str, Any]) -> Any:

@@ -75,7 +75,8 @@ class EngineSettings:
 
     def environment(self) -> dict[str, str]:
         """Of the actor, before vLLM is imported; its child processes inherit it."""
-        threads = max(1, int(self.rollout.placement.cpus / self.rollout.tensor_parallel))
+        share = int(self.rollout.placement.cpus / self.rollout.tensor_parallel)
+        threads = self.rollout.threads or max(1, share)
         shared = {
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_RPC_BASE_PATH": "/tmp",  # socket paths have a limit of 107 characters: a long TMPDIR breaks them
