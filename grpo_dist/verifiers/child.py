@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from grpo_dist.config import VerifierUse
@@ -42,12 +42,24 @@ def encode(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=True).encode() + b"\n"
 
 
+_ITEM = tuple(one.name for one in fields(VerifyItem))
+_VERDICT = tuple(one.name for one in fields(Verdict))
+
+
+def encode_item(item: VerifyItem) -> bytes:
+    return encode([getattr(item, name) for name in _ITEM])  # asdict would copy every value, deeply
+
+
 def decode_item(line: bytes) -> VerifyItem:
-    return VerifyItem(**json.loads(line))
+    return VerifyItem(*json.loads(line))
 
 
-def decode_verdict(line: bytes) -> Verdict:
-    return Verdict(**json.loads(line))
+def encode_verdict(verdict: Verdict) -> bytes:
+    return encode([getattr(verdict, name) for name in _VERDICT])
+
+
+def decode_verdict(line: bytes | bytearray) -> Verdict:
+    return Verdict(*json.loads(line))
 
 
 def die_with(parent: int) -> None:
@@ -151,7 +163,7 @@ def _child(fd: int, parent: int, judge: Judge, memory_bytes: int) -> NoReturn:
 def _judge_lines(channel: socket.socket, judge: Judge) -> None:
     lines = channel.makefile("rb")
     for line in lines:
-        channel.sendall(encode(asdict(judge.judge(decode_item(line)))))
+        channel.sendall(encode_verdict(judge.judge(decode_item(line))))
 
 
 def _address_space() -> int:
