@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from grpo_dist import cli_before
 from grpo_dist.errors import GrpoDistError, UserError
 from grpo_dist.recipe_file import find_recipe, load_recipe, recipe_description, shipped_recipes
 from grpo_dist.recipe_keys import recipe_keys
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+cli_before.register(app)
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
 Overrides = Annotated[

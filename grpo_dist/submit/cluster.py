@@ -72,6 +72,7 @@ class RoleNodes(Section):
     min: NonNegative | None = Field(None, description="Least nodes; with max: an autoscaler may go down to it.")
     max: Positive | None = Field(None, description="Most nodes an autoscaler may start.")
     gpus: NonNegative = Field(0, description="GPUs of a node.")
+    gpu_memory: Size | None = Field(None, description="Memory of one GPU, e.g. 79Gi: for `grpo-dist plan` only.")
     cpus: Positive | None = Field(None, description="CPU cores of a node that Ray may hand out.")
     memory: Size | None = Field(None, description="Memory of a node, e.g. 500Gi.")
     shared_memory: Size | None = Field(None, description="/dev/shm of a pod; by default a third of its memory.")

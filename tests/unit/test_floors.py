@@ -24,7 +24,8 @@ FLOORS = {
     "fleet": 5,
     "train": 6, "run": 6, "saved": 6, "step_clock": 6, "signals": 6, "model_folder": 6, "check": 6, "replay": 6,
     "quickstart": 6, "submit": 6, "launch": 6,
-    "cli": 7,
+    "planner": 6,
+    "cli": 7, "cli_before": 7,
 }  # fmt: skip
 HEAVY = {"ray", "vllm", "deepspeed", "wandb"}
 HEAVY_FREE_FLOORS = (0, 1, 2)
