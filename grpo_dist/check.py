@@ -21,6 +21,8 @@ from grpo_dist.data.prompts import PromptStream, load_prompts
 from grpo_dist.errors import GrpoDistError, UserError
 from grpo_dist.model_folder import QUICKSTART, load_config, load_tokenizer, refuse_beyond_context, resolve_model
 from grpo_dist.monitor.records import free_bytes
+from grpo_dist.plan.memory import BYTES, bytes_text, engine_memory, learner_memory
+from grpo_dist.plan.shapes import ModelShape, shape_from_config
 from grpo_dist.rollout.engine_keys import refuse_unknown_engine_keys
 from grpo_dist.types import VerifyItem
 from grpo_dist.verifiers.pool import VerifierPool
@@ -28,7 +30,6 @@ from grpo_dist.verifiers.registry import Judge, build
 
 RAY_TEMP_NEEDED = 2 << 30
 RAY_TEMP_WANTED = 10 << 30
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass
@@ -47,25 +48,43 @@ class CheckReport:
         return {"ok": self.ok, "problems": self.problems, "warnings": self.warnings, "facts": self.facts}
 
 
-def check(recipe: Recipe) -> CheckReport:
-    """Look at everything the recipe names."""
+def check(recipe: Recipe, *, offline: bool = False) -> CheckReport:
+    """Look at everything the recipe names; ``offline``: at what needs neither the model, the data nor the machines."""
     report = CheckReport()
     try:
         refuse_unknown_engine_keys(recipe.rollout.engine)
     except UserError as error:
         report.problems.append(str(error))
     _batch(recipe, report)
+    if offline:
+        _offline(recipe, report)
+        return report
     config, tokenizer = _model(recipe, report)
     judge = _judge(recipe, report)
     prompts = _data(recipe, tokenizer, judge, report) if tokenizer is not None else None
     if judge is not None and prompts is not None:
         _verdicts(recipe, judge, prompts, report)
     parameters = _parameters(recipe, config, report) if config is not None else None
-    _memory(recipe, config, parameters, report)
+    _memory(recipe, _shape(config) if config is not None else None, parameters, report)
     _disk(recipe, parameters, report)
     _folder(recipe, report)
     _resources(recipe, report)
     return report
+
+
+def _offline(recipe: Recipe, report: CheckReport) -> None:
+    """The recipe by itself: the verifiers' options, and memory from the table of shapes."""
+    from grpo_dist.planner import shape_of
+
+    _judge(recipe, report)
+    report.facts["skipped"] = (
+        "model folder, tokenizer, data, one verdict per verifier, disk, run folder, this machine's or the cluster's "
+        "resources (--offline)"
+    )
+    shape = _try(lambda: shape_of(recipe)[0], report)
+    if shape is not None:
+        report.facts["parameters"] = f"{shape.parameters:,} (from the model's shape)"
+        _memory(recipe, shape, shape.parameters, report)
 
 
 # ---- arithmetic
@@ -209,42 +228,43 @@ def _parameters(recipe: Recipe, config: Any, report: CheckReport) -> int | None:
     except (ValueError, ImportError, OSError) as error:
         report.problems.append(f"model.path: not a causal language model that transformers knows: {_brief(str(error))}")
         return None
-    return sum(p.numel() for p in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
+    report.facts["parameters"] = f"{count:,}"
+    return count
 
 
-def _memory(recipe: Recipe, config: Any, parameters: int | None, report: CheckReport) -> None:
-    if parameters is None:
+def _shape(config: Any) -> ModelShape | None:
+    """None for a model whose configuration names its sizes otherwise."""
+    try:
+        return shape_from_config(config.to_dict())
+    except ValueError:
+        return None
+
+
+def _memory(recipe: Recipe, shape: ModelShape | None, parameters: int | None, report: CheckReport) -> None:
+    """``grpo-dist plan`` has the parts, and compares with a cluster file."""
+    if parameters is None or shape is None:
         return
-    size, ranks = BYTES[recipe.model.dtype], recipe.learner.ranks
-    weights, state = parameters * size, parameters * (16 if size == 4 else 2 + 2 + 12)
-    reference = weights if recipe.algorithm.kl.beta > 0 else 0
-    report.facts["parameters"] = f"{parameters:,}"
+    learner = learner_memory(recipe, shape, parameters=parameters)
+    engine = engine_memory(recipe, shape, parameters=parameters)
+    host = f" + {bytes_text(learner.host_total)} of host memory" if learner.host else ""
     report.facts["learner memory"] = (
-        f"about {_bytes((state + reference) // ranks)} a rank (weights, gradients, Adam"
-        f"{', reference' if reference else ''}) + activations; rank 0 stages {_bytes(weights)} in host memory"
+        f"about {bytes_text(learner.device_total)} a rank{host}; rank 0 stages {bytes_text(learner.staging)} in host "
+        "memory"
     )
-    kv = _kv_bytes_per_token(config, size)
     report.facts["engine memory"] = (
-        f"about {_bytes(weights // recipe.rollout.tensor_parallel)} of weights a GPU or rank"
-        + (f" + {_bytes(kv)} of cache a token" if kv else "")
+        f"about {bytes_text(engine.weights)} of weights a GPU or rank + {bytes_text(engine.kv_per_token)} of cache a "
+        "token"
     )
     import psutil
 
-    if not os.environ.get("RAY_ADDRESS"):
+    if not os.environ.get("RAY_ADDRESS") and recipe.weights.backend == "gloo":
         free = psutil.virtual_memory().available
-        engines = recipe.rollout.workers * weights
-        if recipe.weights.backend == "gloo" and state + reference + weights + engines > free:
+        need = recipe.learner.ranks * learner.device_total + learner.staging + recipe.rollout.workers * learner.staging
+        if need > free:
             report.warnings.append(
-                f"learner and engines need about {_bytes(state + reference + weights + engines)}, "
-                f"this machine has {_bytes(free)} free"
+                f"learner and engines need about {bytes_text(need)}, this machine has {bytes_text(free)} free"
             )
-
-
-def _kv_bytes_per_token(config: Any, size: int) -> int:
-    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
-    return 2 * layers * kv_heads * width * size
 
 
 # ---- places
@@ -256,12 +276,12 @@ def _disk(recipe: Recipe, parameters: int | None, report: CheckReport) -> None:
         one = parameters * (12 + BYTES[recipe.model.dtype])
         need = one * (recipe.checkpoint.keep + 1)  # the next one is complete before the oldest goes
         report.facts["disk"] = (
-            f"{recipe.run.out}: {_bytes(free)} free; a checkpoint takes about {_bytes(one)}, "
-            f"{recipe.checkpoint.keep + 1} of them {_bytes(need)}"
+            f"{recipe.run.out}: {bytes_text(free)} free; a checkpoint takes about {bytes_text(one)}, "
+            f"{recipe.checkpoint.keep + 1} of them {bytes_text(need)}"
         )
         if need > free:
             report.problems.append(
-                f"run.out {recipe.run.out}: {_bytes(free)} free, checkpoints need about {_bytes(need)} "
+                f"run.out {recipe.run.out}: {bytes_text(free)} free, checkpoints need about {bytes_text(need)} "
                 f"(checkpoint.keep {recipe.checkpoint.keep} + the one being written)"
             )
     problem, warning = ray_temp_room()
@@ -277,11 +297,11 @@ def ray_temp_room() -> tuple[str | None, str | None]:
     left = free_bytes(temp)
     if left < RAY_TEMP_NEEDED:
         return (
-            f"{temp}: {_bytes(left)} free, Ray writes logs and spills objects there and needs "
-            f"{_bytes(RAY_TEMP_NEEDED)}; free some, or set RAY_TMPDIR to a folder with room"
+            f"{temp}: {bytes_text(left)} free, Ray writes logs and spills objects there and needs "
+            f"{bytes_text(RAY_TEMP_NEEDED)}; free some, or set RAY_TMPDIR to a folder with room"
         ), None
     if left < RAY_TEMP_WANTED:
-        return None, f"{temp}: only {_bytes(left)} free; Ray writes logs and spills objects there"
+        return None, f"{temp}: only {bytes_text(left)} free; Ray writes logs and spills objects there"
     return None, None
 
 
@@ -335,14 +355,6 @@ def _resources(recipe: Recipe, report: CheckReport) -> None:
     )
     if (misfit := first_misfit(wanted, nodes)) is not None:
         report.problems.append(describe_misfit(wanted, nodes, misfit))
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _brief(text: str, most: int = 80) -> str:

@@ -177,11 +177,12 @@ def _flow(plan: Plan) -> Iterator[str]:
             "rollout.max_staleness 0: engines wait while the learner trains, and the learner waits while they "
             "generate; 1 lets both work at the same time"
         )
-    if engine.concurrent is not None and engine.concurrent > 0 and batch.in_flight > engine.concurrent:
+    # Few completions reach the longest length: half of it is taken for usual.
+    if engine.concurrent is not None and 0 < 2 * engine.concurrent < batch.in_flight:
         why = "max_num_seqs" if engine.limit <= (engine.sequences or 0) else "the cache"
         yield (
             f"up to {batch.in_flight} completions in flight on an engine, {engine.concurrent} at a time at full length "
-            f"({why}): the rest queues or is preempted; more rollout.workers, or fewer groups in flight"
+            f"({why}): many queue or are preempted; more rollout.workers, or fewer groups in flight"
         )
     if batch.samples < recipe.learner.ranks * recipe.learner.updates_per_batch:
         yield f"an update has fewer samples than learner.ranks {recipe.learner.ranks}: some ranks train nothing"

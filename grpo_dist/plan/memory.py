@@ -108,9 +108,11 @@ def learner_memory(recipe: Recipe, shape: ModelShape, *, parameters: int | None 
         device |= {"master weights": 4 * shard, "Adam": 8 * shard, "gradients": 4 * shard}
     if recipe.algorithm.kl.beta > 0:
         (host if zero.offload_parameters else device)["reference"] = size * shard
+    # Allocated whole at the start; on a CPU only what is written to takes memory.
+    bucket = min(count, zero.reduce_bucket_size) if recipe.weights.backend == "gloo" else zero.reduce_bucket_size
     backward = {
         "gathered layers": size * max(live, shape.largest_tensor),
-        "reduce bucket": size * zero.reduce_bucket_size,
+        "reduce bucket": size * bucket,
         "activations": activation_bytes(shape, size, tokens, checkpointing=learner.gradient_checkpointing),
         "logits and head": head_bytes(shape, size, learner.logprob_chunk_tokens),
     }
