@@ -11,20 +11,23 @@ from grpo_dist.config import ModelSection, Recipe
 from grpo_dist.data.prompts import PromptStream, load_prompts
 from grpo_dist.errors import UserError
 from grpo_dist.quickstart.policy import build_quickstart_policy
+from grpo_dist.quickstart.smollm2 import build_smollm2
 from grpo_dist.rollout.engine_keys import refuse_unknown_engine_keys
 from grpo_dist.verifiers.registry import build
 
 QUICKSTART = "quickstart"
+# Names that stand for a model made on this machine on first use.
+MADE_HERE: dict[str, Callable[..., Path]] = {QUICKSTART: build_quickstart_policy, "smollm2": build_smollm2}
 
 
 def resolve_model(model: ModelSection, *, tell: Callable[[str], None] = print) -> str:
-    """The folder or hub name to load; builds the quickstart policy when that is asked for.
+    """The folder or hub name to load; makes what is made on this machine (MADE_HERE).
 
     Raises:
         UserError: there is no such folder, or nothing that transformers can load.
     """
-    if model.path == QUICKSTART:
-        return str(build_quickstart_policy(tell=tell))
+    if model.path in MADE_HERE:
+        return str(MADE_HERE[model.path](tell=tell))
     folder = Path(model.path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -9,12 +9,9 @@ So GRPO has something to choose: the skill is already there, and the reward deci
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,8 +21,8 @@ import torch
 from torch.nn import functional
 from transformers.utils import logging as transformers_logging
 
-from grpo_dist.errors import UserError
 from grpo_dist.quickstart import task
+from grpo_dist.quickstart.cache import default_cache, made_once
 
 CHARACTERS = "0123456789+-*/=,#.:;?!()[]<> abcdefghijklmnopqrstuvw"  # 52
 PAD, BOS, EOS = 0, 1, 2
@@ -65,11 +62,6 @@ class WarmUp:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def default_cache() -> Path:
-    """``$XDG_CACHE_HOME/grpo_dist``, by default in ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_dist"
-
-
 def quickstart_policy_folder(cache: Path | None = None, settings: WarmUp | None = None) -> Path:
     """Where the policy is or will be."""
     return (cache or default_cache()) / f"quickstart-{(settings or WarmUp()).key}"
@@ -89,30 +81,14 @@ def build_quickstart_policy(
         UserError: the cache folder cannot be written.
     """
     settings = settings or WarmUp()
-    target = quickstart_policy_folder(cache, settings)
-    if target.is_dir():
-        return target
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if target.is_dir():  # somebody else built it while we waited
-                return target
-            for left in target.parent.glob(f".{target.name}.*"):  # of a build that was killed; we hold the lock
-                shutil.rmtree(left, ignore_errors=True)
-            model = warm_up(settings, tell)
-            transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-            model.save_pretrained(aside)
-            character_tokenizer(settings.characters).save_pretrained(aside)
-            os.replace(aside, target)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(
-            f"the quickstart policy cannot be stored in {target.parent}: {error.strerror or error}; "
-            "set XDG_CACHE_HOME to a folder that can be written"
-        ) from error
-    return target
+
+    def write(folder: Path) -> None:
+        model = warm_up(settings, tell)
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        model.save_pretrained(folder)
+        character_tokenizer(settings.characters).save_pretrained(folder)
+
+    return made_once(quickstart_policy_folder(cache, settings), write, "the quickstart policy")
 
 
 def character_tokenizer(characters: str = CHARACTERS) -> Any:
