@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +23,9 @@ from grpo_dist.verifiers.golds import found
 from grpo_dist.verifiers.pool import VerifierPool
 from grpo_dist.verifiers.registry import build
 
-_WINDOW = 32  # rows in flight per worker
+_BATCH = 16  # rows of one call
+_OPEN = 4  # calls in work per worker
+_WAITING = 1000  # calls, finished ones included, whose verdicts wait for one before them
 _KNOWN = {"completion", "answer", "prompt", "verifier", "finish_reason", "tokens", "id", "extra"}
 
 
@@ -72,7 +75,7 @@ async def _score(
     try:
         await pool.start()
         items = (_item(number, row, default) for number, row in _rows(path))
-        async for verdict in verdicts(pool, items, workers * _WINDOW):
+        async for verdict in verdicts(pool, items, workers):
             _count(summary, verdict)
             print(json.dumps(plain(verdict)), file=out)
         out.flush()
@@ -81,19 +84,34 @@ async def _score(
         await pool.close()
 
 
-async def verdicts(pool: VerifierPool, items: Iterator[VerifyItem], window: int) -> AsyncIterator[Verdict]:
-    """Verdicts in the order of the items, at most ``window`` of them in flight."""
-    waiting: deque[asyncio.Task[list[Verdict]]] = deque()
+async def verdicts(pool: VerifierPool, items: Iterator[VerifyItem], workers: int) -> AsyncIterator[Verdict]:
+    """Verdicts in the order of the items, which are read as they are needed.
+
+    Few items are in work at a time. Verdicts that wait for a slow one before them are bounded too, much more widely:
+    they are small, and a stuck answer should not hold up those behind it.
+    """
+    room = asyncio.Semaphore(workers * _OPEN)
+    calls: deque[asyncio.Task[list[Verdict]]] = deque()
+
+    async def score(batch: list[VerifyItem]) -> list[Verdict]:
+        try:
+            return await pool.score(batch)
+        finally:
+            room.release()
+
     try:
-        for item in items:
-            waiting.append(asyncio.ensure_future(pool.score([item])))
-            if len(waiting) == window:
-                yield (await waiting.popleft())[0]
-        while waiting:
-            yield (await waiting.popleft())[0]
+        while batch := list(islice(items, _BATCH)):
+            await room.acquire()
+            calls.append(asyncio.ensure_future(score(batch)))
+            while calls and (calls[0].done() or len(calls) >= _WAITING):
+                for verdict in await calls.popleft():
+                    yield verdict
+        while calls:
+            for verdict in await calls.popleft():
+                yield verdict
     finally:
-        for task in waiting:
-            task.cancel()
+        for call in calls:
+            call.cancel()
 
 
 def plain(verdict: Verdict) -> dict[str, Any]:

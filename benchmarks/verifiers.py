@@ -1,0 +1,275 @@
+"""The verifier pool against a bare loop over the same answers, in turns, in one run.
+
+    python -m benchmarks.verifiers [--rows 400] [--workers 2] [--rounds 3]
+
+math        answers that need math-verify (no number or word decides them early). Four sides, each in fresh processes:
+            one process that calls math-verify in a loop; as many such loops as workers, at once (what this machine can
+            give); one process that calls our `math` in a loop; and the pool, its start not counted.
+cheap       `exact` in batches of 16 through the pool, and through the Ray actor: time of a verdict beyond the verifier's
+            own.
+endless     the same answers with one among them that never ends: when the others were back, and the memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_dist.config import VerifiersSection, VerifierUse
+from grpo_dist.types import VerifyItem
+from grpo_dist.verifiers.pool import VerifierPool
+from grpo_dist.verifiers.registry import build
+from grpo_dist.verifiers.score import verdicts
+
+BATCH = 16
+TOWER = r"\boxed{7^{7^{7^{7}}}}"
+
+
+def math_rows(count: int) -> list[tuple[str, str]]:
+    """(completion, gold), no two alike; half of them wrong."""
+    draw = random.Random(0)
+    rows = []
+    for i in range(count):
+        a, b, c = (draw.randint(2, 99) + 100 * (i // 7) for _ in range(3))
+        right, gold = (
+            (rf"\frac{{{a}x}}{{{b}}}", rf"\frac{{{a}}}{{{b}}}x"), (rf"{a}\sqrt{{{b}}}", rf"\sqrt{{{b}}}\cdot {a}"),
+            (rf"({a}, {a + b}]", rf"({a},{a + b}]"), (rf"\{{{a}, {b}, {c}\}}", rf"\{{{c},{b},{a}\}}"),
+            (rf"x^2+{a}x+{b}", rf"{b}+x^2+{a}x"), (rf"({a},{b},{c})", rf"({a}, {b}, {c})"), (rf"{a}\pi+{b}", rf"{b}+{a}\pi"),
+        )[i % 7]  # fmt: skip
+        rows.append((rf"We add them up, step by step, and so \boxed{{{right if i % 2 else right.replace(str(a), str(a + 1))}}}.", gold))
+    return rows
+
+
+def items(rows: Sequence[tuple[str, str]]) -> list[VerifyItem]:
+    return [VerifyItem(str(i), "?", text, "stop", gold) for i, (text, gold) in enumerate(rows)]
+
+
+def bare(side: str, rows: int) -> float:
+    """Answers per second of a loop in this process; run by ``loops`` in fresh ones."""
+    made = math_rows(rows)
+    if side == "math-verify":
+        from math_verify import parse, verify
+
+        parse("$1$")
+        began = time.perf_counter()
+        for text, gold in made:
+            verify(
+                parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None
+            )
+    else:
+        judge = build([VerifierUse(name="math")])
+        began = time.perf_counter()
+        for item in items(made):
+            judge.judge(item)
+    return rows / (time.perf_counter() - began)
+
+
+def loops(side: str, rows: int, at_once: int) -> float:
+    """Answers per second of so many loops together."""
+    command = [sys.executable, "-m", "benchmarks.verifiers", "--bare", side, "--rows", str(rows)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(at_once)]
+    return sum(float(one.communicate()[0]) for one in running)
+
+
+async def pool_rate(rows: int, workers: int) -> float:
+    pool = VerifierPool([VerifierUse(name="math")], timeout=10, children=workers)
+    try:
+        await pool.start()
+        began = time.perf_counter()
+        count = 0
+        async for verdict in verdicts(pool, iter(items(math_rows(rows))), workers):
+            assert verdict.error is None, verdict.error
+            count += 1
+        return count / (time.perf_counter() - began)
+    finally:
+        await pool.close()
+
+
+def measure_math(rows: int, workers: int, rounds: int) -> dict[str, Any]:
+    rates: dict[str, list[float]] = {"math_verify_loop": [], "math_verify_loops": [], "our_loop": [], "pool": []}
+    for _ in range(rounds):
+        rates["math_verify_loop"].append(loops("math-verify", rows, 1))
+        rates["pool"].append(asyncio.run(pool_rate(rows, workers)))
+        rates["math_verify_loops"].append(loops("math-verify", rows, workers))
+        rates["our_loop"].append(loops("ours", rows, 1))
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        **{f"{name}_per_second": round(value, 1) for name, value in median.items()},
+        "ratio": round(median["pool"] / (workers * median["math_verify_loop"]), 3),
+        "ratio_to_loops_at_once": round(median["pool"] / median["math_verify_loops"], 3),
+        "ratio_to_our_loop": round(median["pool"] / (workers * median["our_loop"]), 3),
+        "ratio_by_round": [
+            round(p / (workers * m), 3) for p, m in zip(rates["pool"], rates["math_verify_loop"], strict=True)
+        ],
+    }
+
+
+CHEAP = [VerifyItem(str(i), "?", rf"so \boxed{{{i % 9}}}", "stop", "4") for i in range(2048)]
+
+
+def batches() -> list[list[VerifyItem]]:
+    return [CHEAP[i : i + BATCH] for i in range(0, len(CHEAP), BATCH)]
+
+
+def alone() -> float:
+    """Seconds of a cheap verdict by itself."""
+    judge = build([VerifierUse(name="exact")])
+    began = time.perf_counter()
+    for item in CHEAP:
+        judge.judge(item)
+    return (time.perf_counter() - began) / len(CHEAP)
+
+
+async def pool_cheap(workers: int) -> float:
+    pool = VerifierPool([VerifierUse(name="exact")], timeout=10, children=workers)
+    try:
+        await pool.score(CHEAP[:64])
+        began = time.perf_counter()
+        await asyncio.gather(*(pool.score(batch) for batch in batches()))
+        return (time.perf_counter() - began) / len(CHEAP)
+    finally:
+        await pool.close()
+
+
+def ray_cheap(workers: int) -> float:
+    import ray
+
+    from grpo_dist.verifiers.worker import VerifierWorker
+
+    section = VerifiersSection(use=(VerifierUse(name="exact"),), children=workers)
+    actor = ray.remote(VerifierWorker).options(max_concurrency=1000).remote(section)
+    ray.get(actor.ready.remote())
+    ray.get(actor.score.remote(CHEAP[:64]))
+    began = time.perf_counter()
+    ray.get([actor.score.remote(batch) for batch in batches()])
+    seconds = (time.perf_counter() - began) / len(CHEAP)
+    ray.kill(actor)
+    return seconds
+
+
+def measure_cheap(workers: int, rounds: int) -> dict[str, float]:
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        rows = [(alone(), asyncio.run(pool_cheap(workers)), ray_cheap(workers)) for _ in range(rounds)]
+    finally:
+        ray.shutdown()
+    own, pool, actor = (statistics.median(column) for column in zip(*rows, strict=True))
+    return {
+        "verdict_ms": round(own * 1e3, 4),
+        "overhead_pool_ms": round((pool - own) * 1e3, 4),
+        "overhead_ray_ms": round((actor - own) * 1e3, 4),
+    }
+
+
+def resident_bytes(pids: Sequence[int]) -> int:
+    total = 0
+    for pid in pids:
+        try:
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError):
+            continue
+    return total
+
+
+async def endless(rows: int, workers: int, *, with_tower: bool) -> dict[str, float]:
+    """Seconds until every other answer was back, and until all were; and the children's memory at its highest."""
+    pool = VerifierPool([VerifierUse(name="math")], timeout=10, children=workers)
+    made = items(math_rows(rows))
+    if with_tower:
+        made[rows // 10] = VerifyItem("tower", "?", TOWER, "stop", "4")
+    back: list[float] = []
+    most = 0
+
+    async def look() -> None:
+        nonlocal most
+        while True:
+            most = max(most, resident_bytes(pool.pids))
+            await asyncio.sleep(0.1)
+
+    async def one(item: VerifyItem) -> None:
+        (verdict,) = await pool.score([item])
+        assert verdict.timed_out == (item.id == "tower")
+        back.append(time.perf_counter() - began)
+
+    try:
+        await pool.start()
+        looking = asyncio.ensure_future(look())
+        began = time.perf_counter()
+        await asyncio.gather(*map(one, made))
+        looking.cancel()
+        return {"others": round(back[rows - 1 - with_tower], 2), "all": round(back[-1], 2), "memory": most}
+    finally:
+        await pool.close()
+
+
+def measure(rows: int, workers: int, rounds: int) -> dict[str, Any]:
+    plain, tower = (asyncio.run(endless(1000, workers, with_tower=tower)) for tower in (False, True))
+    return {
+        "benchmark": "verifiers",
+        "rows": rows,
+        "workers": workers,
+        "rounds": rounds,
+        "math": measure_math(rows, workers, rounds),
+        "cheap": measure_cheap(1, rounds),
+        "endless": {
+            "seconds_of_1000": plain["all"],
+            "seconds_of_the_other_999": tower["others"],
+            "seconds_of_all": tower["all"],
+            "children_mb": round(tower["memory"] / 1e6),
+            "children_mb_without": round(plain["memory"] / 1e6),
+        },
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    math, workers = result["math"], result["workers"]
+    table = Table(title=f"{result['rows']} math answers, {workers} workers")
+    for column in ("", "answers/s", f"pool : {workers} of these"):
+        table.add_column(column, justify="right")
+    table.add_row("one loop over math-verify", f"{math['math_verify_loop_per_second']:,.0f}", f"{math['ratio']:.3f}")
+    table.add_row(
+        f"{workers} such loops at once", f"{math['math_verify_loops_per_second']:,.0f}",
+        f"{math['ratio_to_loops_at_once']:.3f} (of all)",
+    )  # fmt: skip
+    table.add_row("one loop over our math", f"{math['our_loop_per_second']:,.0f}", f"{math['ratio_to_our_loop']:.3f}")
+    table.add_row("the pool", f"{math['pool_per_second']:,.0f}", "1")
+    console = Console(stderr=True)
+    console.print(table)
+    for name in ("cheap", "endless"):
+        console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in result[name].items()))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=400)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bare", choices=("math-verify", "ours"), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.bare:
+        print(bare(options.bare, options.rows))
+        return
+    result = measure(options.rows, options.workers, options.rounds)
+    print(json.dumps(result))
+    show(result)
+
+
+if __name__ == "__main__":
+    main()
