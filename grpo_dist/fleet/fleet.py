@@ -21,6 +21,7 @@ from grpo_dist.fleet.cluster import Cluster
 from grpo_dist.fleet.learners import LearnerGroup
 from grpo_dist.fleet.placement import Bundle, living_nodes, wait_until_fits
 from grpo_dist.fleet.pool import Member, Pool, gather_named
+from grpo_dist.fleet.preflight import preflight
 from grpo_dist.fleet.reconcile import Reconciler, RoleSpec, end_all
 from grpo_dist.learner.rank import LearnerActor, actor_environment
 from grpo_dist.learner.spec import spec_for
@@ -119,6 +120,7 @@ class Fleet:
 
         Raises:
             UserError: the cluster has no room; says what was wanted and what each node has.
+            GrpoDistError: nodes do not reach each other (several nodes only).
             WorkerLost: a worker did not become ready within faults.start_seconds.
         """
         gpus = on_gpus(recipe)
@@ -127,6 +129,8 @@ class Fleet:
         wanted = [bundle for role, bundle in bundles.items() for _ in range(fleet.wanted[role])]
         await wait_until_fits(wanted, seconds=0 if here.started_here else limits.placement_seconds, tell=tell)
         backend: Literal["nccl", "gloo"] = "nccl" if gpus else "gloo"
+        if "learner" in roles and limits.preflight_seconds and len(living_nodes()) > 1:
+            await preflight(bundles, fleet.wanted, backend=backend, limits=limits, tell=tell)
         fleet._reconcilers = [
             Reconciler(
                 RoleSpec(role, bundles[role], create, limits.start_seconds, limits.placement_seconds), pool, event

@@ -34,7 +34,7 @@ from grpo_dist.launch.checks import node_findings
 from grpo_dist.launch.membership import answers, last_lines, wait_for_nodes
 from grpo_dist.launch.netinfo import Interface, network_env, own_address
 from grpo_dist.launch.node_options import NodeOptions, parse
-from grpo_dist.launch.processes import adopt_orphans, end_descendants
+from grpo_dist.launch.processes import adopt_orphans, end_descendants, end_with_parent
 from grpo_dist.launch.tokens import check_token, clean_env, token_env, write_token
 
 KEPT_SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
@@ -140,7 +140,7 @@ class Node:
         with self.log.open("ab") as log:
             self.ray = subprocess.Popen(
                 command, env=self._environment() | self.ports.environment(), stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL, start_new_session=True,
+                stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent,
             )  # fmt: skip
         self.folder.set_state(options.name, "starting", "")
 
@@ -215,8 +215,9 @@ class Node:
         self.say("starting " + " ".join(self.options.command))
         with (self.options.folder / "driver.log").open("ab") as log:
             driver = subprocess.Popen(
-                self.options.command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+                self.options.command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True, preexec_fn=end_with_parent,
+            )  # fmt: skip
         self.folder.set_state(self.options.name, "running", f"driver pid {driver.pid}")
         sent, kill_at = 0, float("inf")
         while driver.poll() is None:

@@ -20,6 +20,11 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
+def end_with_parent() -> None:
+    """For a child, before its program starts: SIGTERM when the process that started it is gone, however it went."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
 def descendants(root: int) -> list[int]:
     """Every living descendant of ``root`` (not itself), parents before children; zombies are left out."""
     children: dict[int, list[int]] = {}

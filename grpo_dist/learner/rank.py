@@ -55,7 +55,7 @@ class LearnerRank:
 
     def address(self) -> tuple[str, int]:
         """(this node's address, a port free on it now), for the process group of all ranks. Asked of rank 0."""
-        host = _node_address()
+        host = node_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
             return host, int(probe.getsockname()[1])
@@ -68,14 +68,14 @@ class LearnerRank:
             SelfCheckError: packing or the gradient's scale is not what it should be.
         """
         with self._doing("setup"):
-            _use_node_interface()
+            use_node_interface()
             # DeepSpeed calls names that torch 2.13 has renamed: thousands of lines that nobody can act on.
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
             from grpo_dist.learner.zero3 import Zero3Policy
 
             self._policy = Zero3Policy(spec)
             checks = self._policy.self_check()
-            return {"rank": spec.rank, "pid": os.getpid(), "node": _node_address(), "checks": checks}
+            return {"rank": spec.rank, "pid": os.getpid(), "node": node_address(), "checks": checks}
 
     def update(self, micro: Sequence[MicroBatch], *, loss_tokens: int, loss_sequences: int) -> Stats:
         """One optimizer step; collective."""
@@ -123,7 +123,7 @@ class LearnerRank:
                 self._sender = WeightSender(
                     backend or self._ready.spec.backend, connect_seconds=connect_seconds, send_seconds=send_seconds
                 )
-            return self._sender.connect(endpoints, _node_address())
+            return self._sender.connect(endpoints, node_address())
 
     def send(self, version: int, verify: bool = True) -> SendReport:
         """Send what is staged to the connected engines, with a digest per tensor compared when asked. Rank 0 only."""
@@ -204,16 +204,16 @@ def actor_environment(device: Literal["cpu", "cuda"], threads: int = 1) -> dict[
     }
 
 
-def _node_address() -> str:
+def node_address() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def _use_node_interface() -> None:
+def use_node_interface() -> None:
     """Point Gloo at the interface that holds this node's address: by itself it resolves the host name, which in
     containers and network namespaces often leads elsewhere. A value that is already set stays."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    wanted = _node_address()
+    wanted = node_address()
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:

@@ -109,7 +109,7 @@ class Cluster:
     def logs(self) -> dict[str, Path]:
         return {node.name: node.log for node in self.nodes}
 
-    def add_node(self, spec: NodeSpec) -> Node:
+    def add_node(self, spec: NodeSpec, *, ray: bool = True) -> Node:
         """A new namespace on the bridge with a Ray node inside; the first one is the head. Does not wait."""
         index = len(self.nodes)
         node = Node(
@@ -118,7 +118,8 @@ class Cluster:
         )  # fmt: skip
         self.nodes.append(node)  # before anything exists: clean-up must see a half-made node
         _connect(self.network, node, index)
-        self.start(node)
+        if ray:
+            self.start(node)
         return node
 
     def start(self, node: Node, *, env: Mapping[str, str | None] | None = None, extra: Sequence[str] = ()) -> None:
@@ -236,9 +237,12 @@ class Cluster:
 @contextmanager
 def cluster(
     specs: Sequence[NodeSpec], *, dashboard: bool = False, fast_health: bool = False, drain_seconds: int = 0,
-    wait_seconds: float = 90,
+    wait_seconds: float = 90, ray: bool = True,
 ) -> Iterator[Cluster]:  # fmt: skip
-    """A cluster of ``specs`` (the first is the head), all nodes alive; gone, with its namespaces, at the end."""
+    """A cluster of ``specs`` (the first is the head), all nodes alive; gone, with its namespaces, at the end.
+
+    Without ``ray`` they are connected machines on which nothing runs yet.
+    """
     network = f"gd{uuid.uuid4().hex[:6]}"
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="gd", dir="/tmp"))  # short: Ray's socket paths have 107 bytes
@@ -252,10 +256,11 @@ def cluster(
         stack.callback(_remove_namespaces, made)
         stack.callback(made.close)
         for number, spec in enumerate(specs):
-            made.add_node(spec)
-            if number == 0:  # a worker that starts before its head waits in steps of seconds
+            made.add_node(spec, ray=ray)
+            if ray and number == 0:  # a worker that starts before its head waits in steps of seconds
                 made.wait_nodes(1, wait_seconds)
-        made.wait_nodes(len(specs), wait_seconds)
+        if ray:
+            made.wait_nodes(len(specs), wait_seconds)
         yield made
 
 
