@@ -461,7 +461,9 @@ class OptimizerSection(Section):
     beta1: Fraction = Field(0.9, description="AdamW.")
     beta2: Fraction = Field(0.99, description="AdamW.")
     eps: PositiveFloat = Field(1e-8, description="AdamW.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW, decoupled.")
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="AdamW, decoupled; of matrices only: norms, biases and other vectors do not decay."
+    )
 
 
 class ZeroSection(Section):
@@ -469,6 +471,16 @@ class ZeroSection(Section):
     offload_parameters: bool = Field(False, description="Parameter shards in host memory.")
     reduce_bucket_size: Bytes = Field(500_000_000, description="Elements reduced at a time.")
     gather_bytes: Bytes = Field(1 << 30, description="Most bytes gathered at a time for a publication or export.")
+
+
+class LoraSection(Section):
+    rank: NonNegative = Field(
+        0, description="Rank r of the adapters, which alone train; they are merged for every publication. 0: no LoRA."
+    )
+    alpha: Positive = Field(16, description="An adapter counts alpha / rank times.")
+    targets: tuple[str, ...] = Field(
+        (), description="Linear layers that get one, by name (q_proj, …); empty: all but the head."
+    )
 
 
 class LearnerSection(Section):
@@ -487,6 +499,7 @@ class LearnerSection(Section):
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     logprob_chunk_tokens: Positive = Field(256, description="Tokens whose logits exist at a time.")
+    lora: LoraSection = Field(LoraSection(), description="Low-rank adapters on a frozen model.")
     zero: ZeroSection = Field(ZeroSection(), description="ZeRO-3.")
     deepspeed: dict[str, Any] = Field({}, description="Merged last into the DeepSpeed configuration.")
     threads: Positive | None = Field(
@@ -498,7 +511,7 @@ class LearnerSection(Section):
     def _owned_deepspeed_keys(self) -> LearnerSection:
         owned = {
             "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
-            "gradient_clipping", "bf16", "fp16", "managed_gradient_accumulation", "checkpoint",
+            "gradient_clipping", "bf16", "fp16", "managed_gradient_accumulation", "checkpoint", "amp", "compile",
         }  # fmt: skip
         if taken := sorted(owned & set(self.deepspeed)):
             raise ValueError(
@@ -509,6 +522,9 @@ class LearnerSection(Section):
             raise ValueError(f"deepspeed.zero_optimization must be a mapping, got {zero!r}")
         if (stage := zero.get("stage", 3)) != 3:
             raise ValueError(f"deepspeed.zero_optimization.stage is 3 and cannot be changed, got {stage!r}")
+        # Both are the averaging factor's or the weight version's: a gradient would be late, or scaled, without a sign.
+        if taken := sorted({"reduce_scatter", "zenflow"} & set(zero)):
+            raise ValueError(f"deepspeed.zero_optimization.{taken[0]} is set by grpo_dist and cannot be given")
         return self
 
 
@@ -621,6 +637,11 @@ class Recipe(Section):
             raise ValueError(
                 f"algorithm.filters.refill_most {filters.refill_most} must be at least rollout.groups_per_step "
                 f"{self.rollout.groups_per_step}: it counts all groups of a step, the first ones included"
+            )
+        if self.learner.lora.rank and self.algorithm.kl.every is not None:
+            raise ValueError(
+                f"algorithm.kl.reference: {self.algorithm.kl.reference} needs a second model, and with learner.lora the "
+                "reference is the policy's own base model, which never moves: set it to fixed"
             )
         longest = self.data.max_prompt_tokens + most
         context = self.rollout.engine.get("max_model_len")

@@ -2,7 +2,8 @@
 
     gather a group of tensors -> collect up to SHARD_BYTES on rank 0 -> model-00001-of-00003.safetensors -> … -> index
 
-Host memory is one shard file, whatever the size of the model. A tied head is omitted, as transformers itself does.
+Host memory is one shard file, whatever the size of the model. A tied head is omitted, as transformers itself does. LoRA
+adapters are merged; the adapter itself lies beside, in the folder ``adapter``.
 Config and tokenizer are those of the folder the policy was loaded from, with the dtype of the weights.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,9 +28,18 @@ SHARD_BYTES = 4 << 30
 
 
 def export_folder(
-    out: Path, section: ModelSection, source: ZeroWeightSource, *, main: bool, shard_bytes: int = SHARD_BYTES
+    out: Path,
+    section: ModelSection,
+    source: ZeroWeightSource,
+    *,
+    main: bool,
+    shard_bytes: int = SHARD_BYTES,
+    also: Callable[[Path], None] | None = None,
 ) -> str | None:
-    """Collective. ``out`` exists complete or not at all; on rank 0 says what went wrong, if anything."""
+    """Collective. ``out`` exists complete or not at all; on rank 0 says what went wrong, if anything.
+
+    ``also`` writes more files into the folder, on rank 0 alone.
+    """
     aside = out.with_name(f"{out.name}.tmp")
     writer = _ShardWriter(aside, source.infos, shard_bytes)
     problem = _prepare(out, aside) if main else None
@@ -38,6 +48,8 @@ def export_folder(
         if main and problem is None:
             writer.close()
             _write_rest(aside, section)
+            if also is not None:
+                also(aside)
             _sync_tree(aside)
             os.rename(aside, out)
     except (OSError, RuntimeError, ValueError) as error:

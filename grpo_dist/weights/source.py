@@ -32,14 +32,25 @@ Gather = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """One parameter under its Hugging Face name. Its own shape is that of a shard; ``info`` has the full one."""
+    """One parameter under its Hugging Face name. Its own shape is that of a shard; ``info`` has the full one.
+
+    With ``low`` (A) and ``high`` (B) it goes out as ``parameter + scaling B A``: a LoRA adapter merged on the way.
+    """
 
     info: TensorInfo
     parameter: Tensor
+    low: Tensor | None = None
+    high: Tensor | None = None
+    scaling: float = 0.0
 
     @property
     def bytes(self) -> int:
         return tensor_bytes(self.info)
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """What has to be gathered for it."""
+        return [t for t in (self.parameter, self.low, self.high) if t is not None]
 
 
 @dataclass(slots=True)
@@ -91,7 +102,7 @@ class ZeroWeightSource:
         """
         failure: Exception | None = None
         for group in self.groups:
-            with self._gather([t.parameter for t in group]):
+            with self._gather([shard for t in group for shard in t.shards]):
                 if not self._main or failure is not None:
                     continue
                 try:
@@ -129,7 +140,11 @@ def _full(tensor: ShardedTensor) -> Tensor:
     full = tensor.parameter.detach()
     if tuple(full.shape) != tensor.info.shape:
         raise ValueError(f"{tensor.info.name} was gathered as {tuple(full.shape)}, wanted {tensor.info.shape}")
-    return full
+    if tensor.low is None or tensor.high is None:
+        return full
+    # In fp32 whatever the dtype: half precision is rounded once, at the end. Where B is 0 the sum is the parameter.
+    change = (tensor.high.detach().float() @ tensor.low.detach().float()) * tensor.scaling
+    return (full.float() + change).to(full.dtype)
 
 
 def _host_tensor(info: TensorInfo, pin: bool) -> Tensor:
