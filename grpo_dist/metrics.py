@@ -178,11 +178,19 @@ def merge_stats(parts: Sequence[Stats]) -> Stats:
     return merged
 
 
+LOSSES = ("train/loss", "train/policy_loss")
+
+
 def merge_updates(updates: Sequence[Stats]) -> Stats:
-    """The statistics of a step that made several optimizer updates: a sum (a loss) becomes its mean over updates."""
-    return merge_stats(
-        [{name: Mean(s.total, 1) if isinstance(s, Sum) else s for name, s in part.items()} for part in updates]
-    )
+    """The statistics of a step with several optimizer updates, of one rank or of all.
+
+    A loss becomes its mean over updates, counts add up, means are over all tokens, extremes over all updates.
+    """
+    shared = [
+        {name: Sum(s.total / len(updates)) if name in LOSSES and isinstance(s, Sum) else s for name, s in part.items()}
+        for part in updates
+    ]
+    return merge_stats(shared)
 
 
 def stat_values(stats: Stats) -> dict[str, float]:

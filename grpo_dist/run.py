@@ -52,10 +52,9 @@ class Run:
         self._saved_step: int | None = state.step if state.step else None
         self._learner_clean = True  # the learner holds exactly state.step: False from an update's start to its commit
         self._stop = StopSignals()
-        self._unrecorded: tuple[StepGroups, Sequence[Sample], TrainBatch, Stats] | None = None
+        self._unrecorded: tuple[StepGroups, Sequence[Sample], Sequence[TrainBatch], Stats] | None = None
         # Until the first update, samples and learner have the same weights; groups of a former process may be older.
         self._fresh_weights = not state.buffered
-        self._skipped_in_a_row = 0
         self._advisor = Advisor()
         lengths = (row.get("rollout/completion_tokens_mean") for row in read_jsonl(folder.path / "metrics.jsonl"))
         self._difficulty = Difficulty(
@@ -165,17 +164,17 @@ class Run:
                 f"verifiers.max_error_rate = {self.recipe.verifiers.max_error_rate}; the first: {failed[0].error}"
             )
 
-    async def learn(self, batch: TrainBatch) -> Stats:
-        """One optimizer step.
+    async def learn(self, batches: Sequence[TrainBatch]) -> Stats:
+        """One optimizer update per batch.
 
         Raises:
             SelfCheckError: engines and learner disagree while they hold the same weights.
-            GrpoDistError: too many steps in a row without a finite gradient.
+            GrpoDistError: too many updates in a row without a finite gradient.
         """
         self.console.waiting("the learner")
         self._learner_clean = False
         with self.clock.phase("learn"):
-            learned = await self.fleet.learner.update(batch)
+            learned = await self.fleet.learner.update(batches)
         values = stat_values(learned)
         limit = self.recipe.algorithm.max_step0_mismatch
         if self._fresh_weights and (off := values.get("mismatch/logprob_abs_mean", 0.0)) > limit:
@@ -185,29 +184,29 @@ class Run:
                 "model.attention, rollout.engine and the sampling temperature"
             )
         self._fresh_weights = False
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if values.get("train/skipped") else 0
-        if self._skipped_in_a_row:
-            self.warn(f"step {self.state.step + 1} was skipped: no finite gradient, or nothing to train on")
-        if self._skipped_in_a_row >= self.recipe.faults.nonfinite_steps:
+        if skipped := int(values["train/skipped"]):
+            what = f"{skipped} of {len(batches)} updates of step" if len(batches) > 1 else "step"
+            self.warn(f"{what} {self.state.step + 1} skipped: no finite gradient, or nothing to train on")
+        if (row := int(values["train/skipped_in_a_row"])) >= self.recipe.faults.nonfinite_steps:
             raise GrpoDistError(
-                f"{self._skipped_in_a_row} steps in a row were skipped (no finite gradient, or no sample with a "
-                f"verdict): faults.nonfinite_steps = {self.recipe.faults.nonfinite_steps}"
+                f"{row} optimizer updates in a row were skipped (no finite gradient, or no sample with a verdict): "
+                f"faults.nonfinite_steps = {self.recipe.faults.nonfinite_steps}"
             )
         return learned
 
     def commit(
-        self, step: int, groups: StepGroups, samples: Sequence[Sample], batch: TrainBatch, learned: Stats
+        self, step: int, groups: StepGroups, samples: Sequence[Sample], batches: Sequence[TrainBatch], learned: Stats
     ) -> None:
         """From here on the step counts: its groups are never trained again."""
         self._learner_clean = True
-        self._unrecorded = groups, samples, batch, learned
+        self._unrecorded = groups, samples, batches, learned
         self._remembered = self._difficulty.observe(groups.seen)
         self.state = replace(
             self.state,
             step=step,
             next_group=groups.seen[-1].group_id + 1,
-            samples_trained=self.state.samples_trained + batch.loss_sequences,
-            tokens_trained=self.state.tokens_trained + batch.loss_tokens,
+            samples_trained=self.state.samples_trained + sum(b.loss_sequences for b in batches),
+            tokens_trained=self.state.tokens_trained + sum(b.loss_tokens for b in batches),
             seconds=self.state.seconds + self.clock.seconds,
             buffered=(),
         )
@@ -242,11 +241,11 @@ class Run:
         ``sent`` is None when its weights did not reach the engines: what was trained is on record all the same.
         """
         assert self._unrecorded is not None, "record() once per commit()"
-        groups, samples, batch, learned = self._unrecorded
+        groups, samples, batches, learned = self._unrecorded
         self._unrecorded = None
         step = self.state.step
         rollouts = rollout_metrics(groups.seen, step - 1)
-        values = stat_values(merge_stats([rollouts, batch_metrics(batch), learned]))
+        values = stat_values(merge_stats([rollouts, *map(batch_metrics, batches), learned]))
         watched, alarms = self._watch.look(groups.seen)
         values |= self.clock.metrics(pipeline.times(), values) | self.fleet.sizes() | watched
         values |= groups.metrics() | self._remembered

@@ -13,7 +13,7 @@ import asyncio
 
 from grpo_dist.algorithms.advantages import assign_advantages
 from grpo_dist.config import Recipe
-from grpo_dist.data.batching import build_batch
+from grpo_dist.data.minibatches import build_batches
 from grpo_dist.run import Run, reached_step
 
 
@@ -26,11 +26,11 @@ async def train(recipe: Recipe) -> None:
             for step in run.remaining_steps():
                 groups = await run.take(pipeline)
                 samples = assign_advantages(groups.trained, recipe.algorithm)
-                batch = build_batch(
-                    samples, ranks=run.fleet.learner.size, micro_batch_tokens=recipe.learner.micro_batch_tokens
+                batches = build_batches(
+                    samples, recipe.learner, ranks=run.fleet.learner.size, seed=(recipe.run.seed, step)
                 )
-                learned = await run.learn(batch)
-                run.commit(step, groups, samples, batch, learned)
+                learned = await run.learn(batches)
+                run.commit(step, groups, samples, batches, learned)
                 sent = await run.publish()
                 pipeline.release(groups.slots)
                 run.record(sent, pipeline)

@@ -1,9 +1,10 @@
 """Several optimizer updates from the samples of one step: epochs over mini-batches of whole groups.
 
-    samples -> groups in submission order -> [epoch: other order] -> ``updates`` parts of as many groups -> TrainBatch
+    samples -> groups in submission order -> [later epochs: another order] -> equal parts -> TrainBatch per part
 
 With one update and one epoch this is ``build_batch``. A part without a trained sample is left out: it would move
-weights by momentum alone.
+weights by momentum alone. Advantages and filters look at the whole batch, before it is split; divisors are those of the
+part.
 """
 
 from __future__ import annotations
@@ -12,31 +13,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grpo_dist.config import LearnerSection
 from grpo_dist.data.batching import build_batch
 from grpo_dist.types import Sample, TrainBatch
 
 
 def build_batches(
-    samples: Sequence[Sample], *, updates: int, epochs: int, ranks: int, micro_batch_tokens: int, seed: int
+    samples: Sequence[Sample], learner: LearnerSection, *, ranks: int, seed: tuple[int, int]
 ) -> tuple[TrainBatch, ...]:
-    """``updates`` x ``epochs`` batches, fewer when parts have nothing to train on, never none.
+    """``learner.updates_per_batch`` x ``learner.epochs`` batches, fewer when parts train nothing, never none.
 
-    ``seed`` fixes the order of later epochs; the first keeps the order of submission.
+    ``seed`` (the run's, the step) fixes the order of later epochs; the first keeps the order of submission.
     """
-    if updates < 1 or epochs < 1:
-        raise ValueError(f"a step needs at least one update and one epoch, got {updates} and {epochs}")
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         if sample.loss_mask.any():
             groups.setdefault(sample.group_id, []).append(sample)
-    ids = sorted(groups)
-    batches = []
-    for epoch in range(epochs):
-        order = ids if epoch == 0 else [ids[i] for i in np.random.default_rng((seed, epoch)).permutation(len(ids))]
-        parts = [order[k * len(order) // updates : (k + 1) * len(order) // updates] for k in range(updates)]
-        batches += [
-            build_batch([s for g in part for s in groups[g]], ranks=ranks, micro_batch_tokens=micro_batch_tokens)
-            for part in parts
-            if part
-        ]
-    return tuple(batches) or (build_batch([], ranks=ranks, micro_batch_tokens=micro_batch_tokens),)
+    ids, parts = sorted(groups), learner.updates_per_batch
+    chosen: list[list[int]] = []
+    for epoch in range(learner.epochs):
+        order = ids if epoch == 0 else [ids[i] for i in np.random.default_rng((*seed, epoch)).permutation(len(ids))]
+        chosen += [order[k * len(order) // parts : (k + 1) * len(order) // parts] for k in range(parts)]
+    return tuple(
+        build_batch([s for g in part for s in groups[g]], ranks=ranks, micro_batch_tokens=learner.micro_batch_tokens)
+        for part in [part for part in chosen if part] or [[]]
+    )

@@ -1,10 +1,10 @@
 """The learner ranks as one value on the driver: started together, called together, lost together.
 
     start(R) ─► reservation of R bundles ─► R actors ─► rank 0 names address and port ─► setup on all ─► ready
-    update(batch) ─► shard r to rank r ─► every rank's statistics, merged exactly
+    update(batches) ─► rank r's share of each to rank r ─► every rank's statistics, merged exactly
 
 ZeRO-3 keeps one copy of every shard, so the loss of one rank ends the group: the survivors wait in a collective that
-can never finish and are killed. The driver is the failure detector: actor death from Ray, and a limit per step.
+can never finish and are killed. The driver is the failure detector: actor death from Ray, and a limit per update.
 """
 
 from __future__ import annotations
@@ -61,15 +61,12 @@ class LearnerGroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    async def update(self, batch: TrainBatch) -> Stats:
-        """One optimizer step on every rank; the merged statistics. Ends the group when a rank fails."""
-        if batch.ranks != self.size:
-            raise ValueError(f"the batch has shards for {batch.ranks} ranks, the group {self.size}")
-        stats = await self._all(
-            "update", self._limits.learn_seconds, [(shard,) for shard in batch.shards],
-            loss_tokens=batch.loss_tokens, loss_sequences=batch.loss_sequences,
-        )  # fmt: skip
-        return merge_stats(stats)
+    async def update(self, batches: Sequence[TrainBatch]) -> Stats:
+        """One optimizer update per batch on every rank; the merged statistics. Ends the group when a rank fails."""
+        if wrong := [batch.ranks for batch in batches if batch.ranks != self.size]:
+            raise ValueError(f"a batch has shards for {wrong[0]} ranks, the group {self.size}")
+        shares = [(tuple(batch.of_rank(r) for batch in batches),) for r in range(self.size)]
+        return merge_stats(await self._all("update", self._limits.learn_seconds * len(batches), shares))
 
     async def stage(self, version: int) -> None:
         """Gather the weights into rank 0's staging, a layer at a time, all ranks in lockstep."""

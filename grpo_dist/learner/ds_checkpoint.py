@@ -89,11 +89,16 @@ def write_in_lockstep(engine: Any) -> None:
     engine._copy_recovery_script = lambda save_path: None
 
 
-def save(engine: Any, folder: Path, extra: dict[str, Any]) -> None:
-    """Write this rank's state under ``folder``. Raises CheckpointError on every rank when one of them failed."""
+def save(engine: Any, folder: Path, extra: dict[str, Any], beside: dict[str, Any]) -> None:
+    """Write this rank's state under ``folder``, and what is ``beside`` it (file name: content).
+
+    Raises CheckpointError on every rank when one of them failed.
+    """
     writer: LockstepWriter = engine.checkpoint_engine
     writer.failure = None
     engine.save_checkpoint(str(folder), tag=TAG, client_state={"grpo_dist": extra}, save_latest=False)
+    for name, content in beside.items():
+        writer.save(content, str(folder / TAG / name))
     try:
         raise_together(writer.failure)
     except CheckpointError:  # what was written would keep a full disk full

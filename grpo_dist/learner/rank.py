@@ -77,11 +77,7 @@ class LearnerRank:
             checks = self._policy.self_check()
             return {"rank": spec.rank, "pid": os.getpid(), "node": node_address(), "checks": checks}
 
-    def update(self, micro: Sequence[MicroBatch], *, loss_tokens: int, loss_sequences: int) -> Stats:
-        """One optimizer step; collective."""
-        return self.update_many((RankBatch(tuple(micro), loss_tokens, loss_sequences),))
-
-    def update_many(self, batches: Sequence[RankBatch]) -> Stats:
+    def update(self, batches: Sequence[RankBatch]) -> Stats:
         """One step of the run with an optimizer update per batch; collective."""
         with self._doing("update"):
             return self._ready.update(batches)

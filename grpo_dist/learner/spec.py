@@ -52,15 +52,16 @@ def spec_for(
     )
 
 
-def learning_rate(step: int, total_steps: int, learner: LearnerSection) -> float:
-    """Rate of optimizer step ``step`` (1-based): pure, so a resumed run needs no scheduler state.
+def learning_rate(step: float, total_steps: int, learner: LearnerSection) -> float:
+    """Rate of step ``step`` (1-based): pure, so a resumed run needs no scheduler state.
 
-    Step s of a warm-up of w steps uses s / w of the peak; after it the rate falls to ``final_fraction`` of the peak at
-    ``total_steps`` (linear, cosine) or stays.
+    Update k of the n of step s is at s - 1 + k / n: the schedule has ``total_steps`` x n points, and the last update of
+    a step has the rate that a single one would have. Step s of a warm-up of w steps uses s / w of the peak; after it
+    the rate falls to ``final_fraction`` of the peak at ``total_steps`` (linear, cosine) or stays.
     """
     schedule, peak = learner.schedule, learner.learning_rate
-    if step < 1:
-        raise ValueError(f"optimizer steps count from 1, got {step}")
+    if step <= 0:
+        raise ValueError(f"steps count from 1, got {step}")
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     if schedule.name == "constant":

@@ -1,6 +1,7 @@
-"""One rank of the learner: policy, AdamW and optional reference under DeepSpeed ZeRO-3. The only deepspeed import.
+"""One rank of the learner: policy and AdamW under DeepSpeed ZeRO-3, and an optional reference (reference.py).
 
-    update   for each micro-batch: [reference forward] -> policy forward -> loss -> backward;  then clip and step once
+    update   for each mini-batch, for each micro-batch of it: [reference forward] -> policy forward -> loss -> backward
+             after the last micro-batch: clip and step;  after the last mini-batch: [reference follows]
     stage    shards -> full tensors in rank 0's host memory (weights/source.py)
     save     shards and random state of this rank, into a folder that the driver commits (checkpoint.py)
 
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import numpy as np
@@ -34,14 +35,19 @@ from grpo_dist.algorithms.objective import LossInputs, policy_loss
 from grpo_dist.config import AlgorithmSection
 from grpo_dist.errors import UserError
 from grpo_dist.learner import ds_checkpoint, self_check
-from grpo_dist.learner.ds_config import policy_config, reference_config
+from grpo_dist.learner.ds_config import policy_config
 from grpo_dist.learner.export import export_folder
 from grpo_dist.learner.lockstep import raise_together
-from grpo_dist.learner.model import LogprobHead, Packed, load_model, replace_head, token_logits, token_logprobs
+from grpo_dist.learner.model import Packed, load_model, replace_head, token_logits, token_logprobs
+from grpo_dist.learner.optimizer import parameter_groups, set_constants
+from grpo_dist.learner.reference import Reference
 from grpo_dist.learner.spec import LearnerSpec, learning_rate
-from grpo_dist.metrics import Max, Stats, Sum, merge_stats
+from grpo_dist.metrics import Max, Stats, merge_stats, merge_updates
 from grpo_dist.types import FloatArray, MicroBatch, RankBatch, TensorInfo
 from grpo_dist.weights.source import ShardedTensor, StagedWeights, ZeroWeightSource
+
+if TYPE_CHECKING:
+    from grpo_dist.learner.lora import Adapter, BaseAsReference
 
 
 def join_group(spec: LearnerSpec) -> None:
@@ -67,10 +73,10 @@ def join_group(spec: LearnerSpec) -> None:
 
 
 class Zero3Policy:
-    """This rank's shard of the policy. ``step`` counts finished optimizer steps, skipped ones included."""
+    """This rank's shard of the policy. ``step`` counts finished steps of the run, skipped ones included."""
 
     def __init__(self, spec: LearnerSpec) -> None:
-        self.spec, self.step = spec, 0
+        self.spec, self.step, self.skipped_in_a_row = spec, 0, 0
         self.device = torch.device(spec.device)
         _seed(spec.seed, spec.rank, 0)
         join_group(spec)
@@ -79,34 +85,32 @@ class Zero3Policy:
         self._config = policy_config(spec)
         self._hf_config = _hf_config(self._config)  # transformers holds a weak reference: keep it alive
         model = load_model(spec.model, self.device)
+        self._adapter = self._add_adapter(model) if spec.learner.lora.rank else None
         self._head = replace_head(model, spec.temperature, spec.learner.logprob_chunk_tokens)
         if spec.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=self._config)
         self.engine.train()
         ds_checkpoint.write_in_lockstep(self.engine)
-        self._reference: tuple[Any, LogprobHead] | None = None  # (engine, head)
-        if spec.algorithm.kl.beta > 0:
-            self._reference = self._load_reference()
+        self._reference = self._make_reference() if spec.algorithm.kl.beta > 0 else None
         self._source = self._weight_source()
         self._touched = False  # an update has run: DeepSpeed can load a checkpoint only before
 
     def _optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         wanted = self.spec.learner.optimizer
         fused = self.device.type == "cuda" and not self.spec.learner.zero.offload_optimizer
-        return torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=self.spec.learner.learning_rate, betas=(wanted.beta1, wanted.beta2), eps=wanted.eps,
-            weight_decay=wanted.weight_decay, fused=fused,  # fused: one kernel, and no compiler as DeepSpeed's needs
-        )  # fmt: skip
+        # Fused: one kernel, and no compiler as DeepSpeed's own AdamW needs.
+        return torch.optim.AdamW(parameter_groups(model, wanted), lr=self.spec.learner.learning_rate, fused=fused)
 
-    def _load_reference(self) -> tuple[Any, LogprobHead]:
-        """The model as it is on disk, sharded likewise, without optimizer."""
-        model = load_model(self.spec.model, self.device).requires_grad_(False)
-        head = replace_head(model, self.spec.temperature, self.spec.learner.logprob_chunk_tokens)
-        engine, *_ = deepspeed.initialize(model=model, config=reference_config(self.spec))
-        engine.eval()
-        return engine, head
+    def _add_adapter(self, model: torch.nn.Module) -> Adapter:
+        from grpo_dist.learner.lora import add_adapter  # loads peft: only where it is wanted
+
+        return add_adapter(model, self.spec.learner.lora, self.spec.seed)
+
+    def _make_reference(self) -> Reference | BaseAsReference:
+        if self._adapter is None:
+            return Reference(self.spec, self.device)
+        return self._adapter.base_as_reference(self.engine, self._head)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -114,26 +118,41 @@ class Zero3Policy:
         """One step of the run: an optimizer update per batch, mostly one. The clip acts from the second on.
 
         Returns this rank's part of train/* and mismatch/*; merged over ranks they are exact. A gradient that is not
-        finite skips its update: weights and optimizer state stay as they are, bit for bit, and ``train/skipped`` is 1.
-        So does a batch without a single trained token.
+        finite skips its update: weights and optimizer state stay as they are, bit for bit, and ``train/skipped`` counts
+        it. So does a batch without a single trained token.
         """
         if not batches or not all(b.micro for b in batches):
             raise ValueError("an update needs at least one micro-batch on every rank (an empty one will do)")
         started, self._touched = time.monotonic(), True
-        self.step += 1
-        rate = learning_rate(self.step, self.spec.total_steps, self.spec.learner)
-        for group in self.engine.optimizer.optimizer.param_groups:
-            group["lr"] = rate
         # The denominator of the ratio, where it is the learner's own: of all batches, before the first update.
         several = len(batches) > 1 and needs_own_logprobs(self.spec.algorithm)
         before = [self.logprobs(b.micro) if several else [None] * len(b.micro) for b in batches]
-        updates = [self._update(b, old) for b, old in zip(batches, before, strict=True)]
-        if len(updates) > 1 and not several:  # the later ones measure against a policy that has moved
+        updates, made, longest = [], 0, 0
+        for k, (batch, old) in enumerate(zip(batches, before, strict=True), 1):
+            rate = learning_rate(self.step + k / len(batches), self.spec.total_steps, self.spec.learner)
+            stats, applied = self._update(batch, old, rate)
+            self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+            longest = max(longest, self.skipped_in_a_row)
+            made += applied
+            updates.append(stats)
+        self.step += 1
+        if self._reference is not None:
+            self._reference.follow(self.engine.module, self.step)
+        if not several:  # the later ones would be measured with a policy that has moved
             updates[1:] = [{n: s for n, s in u.items() if not n.startswith("mismatch/")} for u in updates[1:]]
-        stats: Stats = {"train/lr": Max(rate), "train/update_seconds": Max(time.monotonic() - started)}
-        return merge_stats([*(_share(u, len(updates)) for u in updates), stats])
+        counted: Stats = {
+            "train/lr": Max(rate),
+            "train/updates": Max(made),
+            "train/skipped": Max(len(batches) - made),
+            "train/skipped_in_a_row": Max(longest),
+            "train/update_seconds": Max(time.monotonic() - started),
+        }
+        return merge_stats([merge_updates(updates), counted])
 
-    def _update(self, batch: RankBatch, old: Sequence[FloatArray | None]) -> Stats:
+    def _update(self, batch: RankBatch, old: Sequence[FloatArray | None], rate: float) -> tuple[Stats, bool]:
+        """Statistics, and whether weights were changed."""
+        for group in self.engine.optimizer.optimizer.param_groups:
+            group["lr"] = rate
         parts = []
         for k, (micro, old_logprobs) in enumerate(zip(batch.micro, old, strict=True)):
             self.engine.set_gradient_accumulation_boundary(k == len(batch.micro) - 1)
@@ -141,13 +160,12 @@ class Zero3Policy:
         applied = False
         if batch.loss_tokens > 0:
             self.engine.step()
-            applied = self.engine.was_step_applied()
+            applied = bool(self.engine.was_step_applied())
         else:
             self.engine.optimizer.zero_grad()
-        stats: Stats = {"train/skipped": Max(0.0 if applied else 1.0)}
         if applied:
-            stats["train/grad_norm"] = Max(float(self.engine.get_global_grad_norm() or 0.0))
-        return merge_stats([*parts, stats])
+            parts.append({"train/grad_norm": Max(float(self.engine.get_global_grad_norm() or 0.0))})
+        return merge_stats(parts), applied
 
     def _backward(
         self, batch: MicroBatch, loss_tokens: int, loss_sequences: int, old_logprobs: FloatArray | None = None
@@ -171,11 +189,8 @@ class Zero3Policy:
         self.engine.backward(loss * self.spec.world, scale_wrt_gas=False)
         return stats
 
-    @torch.no_grad()
     def _reference_logprobs(self, packed: Packed) -> Tensor | None:
-        if self._reference is None:
-            return None
-        return token_logprobs(*self._reference, packed, entropy=False)[0]
+        return None if self._reference is None else self._reference.logprobs(packed)
 
     @torch.no_grad()
     def logprobs(self, micro: Sequence[MicroBatch]) -> list[FloatArray]:
@@ -200,7 +215,9 @@ class Zero3Policy:
         return token_logprobs(self.engine, self._head, packed, entropy=False)[0]
 
     def smallest_parameter(self) -> torch.nn.Parameter:
-        trained = [p for p in self.engine.module.parameters() if p.requires_grad]
+        """Of those with a gradient: an adapter's A has none while its B is 0."""
+        named = self.engine.module.named_parameters()
+        trained = [p for name, p in named if p.requires_grad and ".lora_A." not in name]
         return min(trained, key=lambda p: p.ds_numel)
 
     def full_gradient(self, parameter: torch.nn.Parameter) -> Tensor:
@@ -214,6 +231,8 @@ class Zero3Policy:
             ShardedTensor(TensorInfo(name, str(p.dtype).removeprefix("torch."), tuple(p.ds_shape)), p)
             for name, p in self.engine.module.named_parameters()
         ]
+        if self._adapter is not None:
+            tensors = self._adapter.published(tensors)
         return ZeroWeightSource(
             tensors, self.gather, gather_bytes=self.spec.learner.zero.gather_bytes,
             main=self.spec.rank == 0, pin=self.device.type == "cuda",
@@ -240,28 +259,34 @@ class Zero3Policy:
 
     def export(self, folder: Path) -> None:
         """A Hugging Face folder with tokenizer, written aside and renamed. Raises CheckpointError."""
-        raise_together(export_folder(folder, self.spec.model, self._source, main=self.spec.rank == 0))
+        main, also = self.spec.rank == 0, None
+        if self._adapter is not None:
+            also = self._adapter.writer(self.engine.module, self.gather, main=main, base=self.spec.model.path)
+        raise_together(export_folder(folder, self.spec.model, self._source, main=main, also=also))
 
     # --- durable state ----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         """Shards, optimizer state and random state below ``folder``. Raises CheckpointError, on all ranks alike."""
         extra = {"step": self.step, "random": random_state(), "spec_seed": self.spec.seed}
-        ds_checkpoint.save(self.engine, folder, extra)
+        state = None if self._reference is None else self._reference.state()
+        beside = {} if state is None else {f"reference_{self.spec.rank:05d}.pt": state}
+        ds_checkpoint.save(self.engine, folder, extra, beside)
 
     def load(self, folder: Path) -> None:
         """What ``save`` wrote, by any number of ranks. Only before the first update. Raises CheckpointError."""
         if self._touched:
             raise RuntimeError("DeepSpeed loads a checkpoint into an engine that has not trained yet: start new ranks")
         extra = ds_checkpoint.load(self.engine, folder, rank=self.spec.rank, world=self.spec.world)
+        if self._reference is not None:
+            self._reference.load(folder)
         self.step = extra["step"]
         if extra["same_world"]:
             restore_random_state(extra["random"])
         else:  # the saved states belong to other ranks
             _seed(self.spec.seed, self.spec.rank, self.step)
-        wanted = self.spec.learner.optimizer
-        for group in self.engine.optimizer.optimizer.param_groups:  # the recipe's, not the checkpoint's
-            group.update(betas=(wanted.beta1, wanted.beta2), eps=wanted.eps, weight_decay=wanted.weight_decay)
+        # The recipe's, not the checkpoint's.
+        set_constants(self.engine.optimizer.optimizer.param_groups, self.spec.learner.optimizer)
 
     def close(self) -> None:
         if torch.distributed.is_initialized():
@@ -275,11 +300,6 @@ class Zero3Policy:
 def needs_own_logprobs(algorithm: AlgorithmSection) -> bool:
     """Whether the loss looks at the learner's log-probabilities of before the step."""
     return algorithm.old_policy == "learner" or (algorithm.kl.beta > 0 and algorithm.kl.place == "reward")
-
-
-def _share(stats: Stats, updates: int) -> Stats:
-    """A sum (the loss of one update) becomes this update's share of the mean over updates; it still adds over ranks."""
-    return {name: Sum(s.total / updates) if isinstance(s, Sum) else s for name, s in stats.items()}
 
 
 def _hf_config(config: dict[str, Any]) -> Any:

@@ -106,9 +106,11 @@ class Group:
         return build_batch(samples, ranks=len(self.ranks), micro_batch_tokens=tokens)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        stats = self.all(
-            "update", [(s,) for s in batch.shards], loss_tokens=batch.loss_tokens, loss_sequences=batch.loss_sequences
-        )
+        return self.step([batch])
+
+    def step(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        """An update per batch."""
+        stats = self.all("update", [([b.of_rank(r) for b in batches],) for r in range(len(self.ranks))])
         return stat_values(merge_stats(stats))
 
     def gradients(self, batch: TrainBatch) -> dict[str, np.ndarray]:

@@ -190,7 +190,7 @@ def test_wrong_calls_say_what_is_wrong(groups, sixty_four) -> None:
     rank = groups[1].ranks[0]
     for call, words in (
         (rank.send.remote(3), "is to be sent, but"),
-        (rank.update.remote([], loss_tokens=1, loss_sequences=1), "at least one micro-batch"),
+        (rank.update.remote([]), "at least one micro-batch"),
     ):
         with pytest.raises((RuntimeError, ValueError), match=words) as caught:
             ray.get(call)
@@ -360,7 +360,7 @@ def test_a_dead_peer_is_an_error_not_a_wait(ray_cluster: None, tiny_model: Path,
     try:
         batch = group.batch(sixty_four)
         ray.kill(group.ranks[1])
-        call = group.ranks[0].update.remote(batch.shards[0], loss_tokens=batch.loss_tokens, loss_sequences=1)
+        call = group.ranks[0].update.remote([batch.of_rank(0)])
         with pytest.raises(ray.exceptions.RayTaskError) as caught:
             ray.get(call, timeout=60)
         pickle.loads(pickle.dumps(caught.value.cause))

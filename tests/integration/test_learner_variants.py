@@ -122,9 +122,7 @@ def test_self_checks_hold_in_bfloat16(group: Group) -> None:
 
 
 def test_shares_survive_the_trip_to_the_actor(group: Group, on_policy: list[Sample]) -> None:
-    """``update_many`` of the actor itself, last in this file: it moves the group's own policy."""
-    batch = group.batch(on_policy, 200)
-    calls = [r.update_many.remote([batch.of_rank(i)] * 2) for i, r in enumerate(group.ranks)]
-    seen = stat_values(merge_stats(ray.get(calls)))
-    assert seen["train/skipped"] == 0
+    """``update`` of the actor itself, last in this file: it moves the group's own policy."""
+    seen = group.step([group.batch(on_policy, 200)] * 2)
+    assert (seen["train/skipped"], seen["train/updates"]) == (0, 2)
     assert ray.get(group.ranks[0].ping.remote())["step"] == 1

@@ -28,6 +28,19 @@ def test_rates_by_hand() -> None:
     assert rates(2, name="linear", warmup_steps=5) == [0.2, 0.4]
 
 
+def test_the_rate_moves_with_every_update_of_a_step() -> None:
+    """Three steps of two updates: six points, and after each step the rate of a single update."""
+
+    def of_updates(**schedule: object) -> list[float]:
+        learner = LearnerSection(learning_rate=1.0, schedule=schedule)
+        return [round(learning_rate(update / 2, 3, learner), 4) for update in range(1, 7)]
+
+    assert of_updates(name="linear") == [0.8333, 0.6667, 0.5, 0.3333, 0.1667, 0]
+    assert of_updates(name="linear", warmup_steps=1) == [0.5, 1, 0.75, 0.5, 0.25, 0]
+    assert of_updates(name="constant", warmup_steps=2) == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert of_updates(name="cosine")[1::2] == rates(3, name="cosine")
+
+
 def test_rates_beyond_the_end_and_before_the_start() -> None:
     learner = LearnerSection(learning_rate=1.0, schedule={"name": "linear", "final_fraction": 0.1})
     assert learning_rate(99, 10, learner) == pytest.approx(0.1)

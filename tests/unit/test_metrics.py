@@ -95,10 +95,13 @@ def test_statistics_travel_between_processes() -> None:
 
 def test_the_loss_of_a_step_with_two_updates_is_their_mean_and_not_their_sum() -> None:
     updates = [
-        {"loss": Sum(1.0), "ratio": Max(2.0), "kl": Mean(3, 1)},
-        {"loss": Sum(2.0), "ratio": Max(1.0), "kl": Mean(1, 3)},
+        {"train/loss": Sum(1.0), "train/clamped_tokens": Sum(2), "ratio": Max(2.0), "kl": Mean(3, 1)},
+        {"train/loss": Sum(2.0), "train/clamped_tokens": Sum(1), "ratio": Max(1.0), "kl": Mean(1, 3)},
     ]
-    assert stat_values(merge_updates(updates)) == {"loss": 1.5, "ratio": 2.0, "kl": 1.0}
+    wanted = {"train/loss": 1.5, "train/clamped_tokens": 3, "ratio": 2.0, "kl": 1.0}
+    assert stat_values(merge_updates(updates)) == wanted
+    ranks = merge_stats([merge_updates(updates), merge_updates(updates)])  # each rank has its share of every loss
+    assert stat_values(ranks) == {"train/loss": 3, "train/clamped_tokens": 6, "ratio": 2.0, "kl": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ class TestValues:
         (line,) = problems(write(SMALLEST.replace(", steps: 2", "")))
         assert (
             line
-            == "line 1: run.steps: missing; wanted integer (> 0): Optimizer steps, each followed by one publication."
+            == "line 1: run.steps: missing; wanted integer (> 0): Steps: a batch, its optimizer updates (one by default), one publication."
         )
 
     def test_missing_section(self, write) -> None:
