@@ -19,7 +19,14 @@ from typing import Any
 from grpo_dist.config import Recipe
 from grpo_dist.data.prompts import PromptStream, load_prompts
 from grpo_dist.errors import GrpoDistError, UserError
-from grpo_dist.model_folder import QUICKSTART, load_config, load_tokenizer, refuse_beyond_context, resolve_model
+from grpo_dist.model_folder import (
+    QUICKSTART,
+    load_config,
+    load_tokenizer,
+    refuse_beyond_context,
+    refuse_untrainable,
+    resolve_model,
+)
 from grpo_dist.monitor.records import free_bytes
 from grpo_dist.plan.memory import BYTES, bytes_text, engine_memory, learner_memory
 from grpo_dist.plan.shapes import ModelShape, shape_from_config
@@ -137,6 +144,7 @@ def _model(recipe: Recipe, report: CheckReport) -> tuple[Any, Any]:
         config = _try(lambda: load_config(path, recipe.model), report)
         tokenizer = _try(lambda: load_tokenizer(path, recipe.model), report)
     if config is not None:
+        _try(lambda: refuse_untrainable(config), report)
         _try(lambda: refuse_beyond_context(recipe, config), report)
     return config, tokenizer
 

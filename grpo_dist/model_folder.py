@@ -82,6 +82,15 @@ def refuse_beyond_context(recipe: Recipe, config: Any) -> None:
         )
 
 
+def refuse_untrainable(config: Any) -> None:
+    """Raises UserError for a model whose log-probabilities the learner would get wrong; names the key that says so."""
+    from grpo_dist.learner.attention import refuse_unsupported
+    from grpo_dist.learner.model import refuse_scaled_logits
+
+    refuse_unsupported(config)
+    refuse_scaled_logits(config)
+
+
 def load_inputs(recipe: Recipe) -> tuple[str, PromptStream]:
     """The model to load (folder or hub name) and the prompts.
 
@@ -91,7 +100,9 @@ def load_inputs(recipe: Recipe) -> tuple[str, PromptStream]:
     refuse_unknown_engine_keys(recipe.rollout.engine)
     judge = build(recipe.verifiers.use)
     model = resolve_model(recipe.model)
-    refuse_beyond_context(recipe, load_config(model, recipe.model))
+    config = load_config(model, recipe.model)
+    refuse_untrainable(config)
+    refuse_beyond_context(recipe, config)
     prompts = load_prompts(
         recipe.data,
         load_tokenizer(model, recipe.model),

@@ -109,7 +109,30 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise UserError(f"no model at model.path {section.path!r}: {error}") from None
     refuse_unsupported(config)
+    refuse_scaled_logits(config)
     return config
+
+
+# What some models do to the logits after the head, by the key of their config, with the value that means nothing.
+_AFTER_THE_HEAD: dict[str, float | None] = {
+    "final_logit_softcapping": None,  # Gemma 2 and later
+    "logit_scale": 1.0,  # Cohere
+    "logits_scaling": 1.0,  # Granite, HyperCLOVA
+    "lm_head_multiplier": 1.0,  # Falcon H1
+    "output_multiplier": 1.0,
+}
+
+
+def refuse_scaled_logits(config: PreTrainedConfig) -> None:
+    """Raise UserError for a model that changes its logits after the head: ours returns log-probabilities."""
+    text = config.get_text_config()
+    for key, neutral in _AFTER_THE_HEAD.items():
+        value = getattr(text, key, None)
+        if value is not None and value != neutral:
+            raise UserError(
+                f"{config.model_type} has {key}: {value} in its config, which changes the logits after the head: "
+                "not supported, log-probabilities would be wrong"
+            )
 
 
 def load_model(section: ModelSection, device: torch.device) -> PreTrainedModel:
@@ -135,7 +158,10 @@ def replace_head(model: PreTrainedModel, temperature: float, chunk_tokens: int) 
     """Put a ``LogprobHead`` in place of the model's head and return it."""
     module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(module, torch.nn.Linear) or module.bias is not None:
-        raise UserError(f"{type(model).__name__} has no plain linear language-model head without bias: not supported")
+        what = "has a bias (lm_head.bias)" if isinstance(module, torch.nn.Linear) else f"is a {type(module).__name__}"
+        raise UserError(
+            f"the head of {type(model).__name__} {what}: only plain linear heads without bias are supported"
+        )
     head = LogprobHead(module, temperature, chunk_tokens)
     module.forward = head
     return head
