@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.launch.folder import AttemptFolder, attempts
@@ -21,6 +21,25 @@ class Unreachable(GrpoDistError):
     """The scheduler or cluster did not answer: nothing is known about the run."""
 
     exit_code = 3
+
+
+Answer = TypeVar("Answer")
+
+
+def patiently(ask: Callable[[], Answer], *, seconds: float = 120, pause: float = 3) -> Answer:
+    """``ask()`` again while nobody answers: following a run outlives the bad minutes of a scheduler or a network.
+
+    Raises:
+        Unreachable: nobody did within ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return ask()
+        except Unreachable:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(pause)
 
 
 class Backend(Protocol):

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from grpo_dist.errors import GrpoDistError, UserError
-from grpo_dist.submit.backend import shared_progress
+from grpo_dist.submit.backend import patiently, shared_progress
 from grpo_dist.submit.cluster import ClusterFile, RaySection
 from grpo_dist.submit.logs import live_texts, worker_place
 from grpo_dist.submit.plan import Submission, ray_version, shell
@@ -84,7 +84,7 @@ class RayJobsBackend:
         api = _api(_of(record))
 
         def ended() -> bool:
-            return self.state(record).phase not in ("pending", "running")
+            return patiently(lambda: self.state(record)).phase not in ("pending", "running")
 
         if role is not None:
             node, pid = worker_place(self.progress(record), role, rank)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpo_dist.errors import UserError
-from grpo_dist.submit.backend import Unreachable, newest_attempt, prepare_launch, shared_progress
+from grpo_dist.submit.backend import Unreachable, newest_attempt, patiently, prepare_launch, shared_progress
 from grpo_dist.submit.logs import shared_lines
 from grpo_dist.submit.plan import Submission
 from grpo_dist.submit.records import JobState, Record, phase_of_exit
@@ -67,9 +67,10 @@ class SlurmBackend:
         return JobState(phase_of_exit(code), code, _why(attempt))
 
     def follow(self, record: Record, *, role: str | None, rank: int, follow: bool) -> Iterator[str]:
-        return shared_lines(
-            record, self.progress, lambda: self.state(record).ended, role=role, rank=rank, follow=follow
-        )
+        def ended() -> bool:
+            return patiently(lambda: self.state(record)).ended
+
+        return shared_lines(record, self.progress, ended, role=role, rank=rank, follow=follow)
 
     def progress(self, record: Record) -> dict[str, Any] | None:
         return shared_progress(record)

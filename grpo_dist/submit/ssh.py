@@ -15,11 +15,12 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, UserError
-from grpo_dist.submit.backend import Unreachable
+from grpo_dist.submit.backend import Unreachable, patiently
 from grpo_dist.submit.cluster import ClusterFile, Role, RoleNodes, SshSection
 from grpo_dist.submit.logs import live_texts, worker_place
 from grpo_dist.submit.plan import Submission, shell
@@ -82,10 +83,9 @@ class SshBackend:
             return
         path, seen = f"{record.launch}/attempt-0/driver.log", 0
         while True:
-            over = not follow or self.state(record).ended
-            text = _ssh(
-                _section(record), record.where["head"], f"tail -c +{seen + 1} {shell([path])} 2> /dev/null || true"
-            )
+            over = not follow or patiently(lambda: self.state(record)).ended
+            read = f"tail -c +{seen + 1} {shell([path])} 2> /dev/null || true"
+            text = patiently(partial(_ssh, _section(record), record.where["head"], read))
             data = text.encode()
             if not over:
                 data = data[: data.rfind(b"\n") + 1]

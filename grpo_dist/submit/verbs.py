@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_dist.errors import UserError
 from grpo_dist.submit import records
-from grpo_dist.submit.backend import Backend, Unreachable
+from grpo_dist.submit.backend import Backend, Unreachable, patiently
 from grpo_dist.submit.cluster_file import load_cluster
 from grpo_dist.submit.plan import Submission, make_submission
 from grpo_dist.submit.records import JobState, Record
@@ -169,7 +169,7 @@ def stop(run: str, *, now: bool = False, wait: float = 0, say: Say = print) -> i
 def settled(backend: Backend, record: Record, seconds: float = 30) -> JobState:
     """The state once the back end has noticed the end that the log already shows."""
     deadline = time.monotonic() + seconds
-    while not (state := backend.state(record)).ended and time.monotonic() < deadline:
+    while not (state := patiently(lambda: backend.state(record))).ended and time.monotonic() < deadline:
         time.sleep(0.5)
     return state
 

@@ -16,6 +16,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.launch import driver
 from grpo_dist.launch.peek import last_objects, peek
 from grpo_dist.submit import records, verbs
+from grpo_dist.submit.backend import Unreachable, patiently
 from grpo_dist.submit.kubernetes import KubernetesBackend, state_of
 from grpo_dist.submit.ray_api import whole_lines
 from grpo_dist.submit.ray_jobs import state_of as job_state
@@ -114,6 +115,21 @@ def test_a_failed_ray_job_never_looks_like_success(facts: dict[str, Any], wanted
 def test_states_of_a_rayjob(status: dict[str, Any], wanted: tuple[str, int | None]) -> None:
     state = state_of({"status": status})
     assert (state.phase, state.exit_code) == wanted
+
+
+def test_following_outlives_a_scheduler_that_does_not_answer_for_a_while() -> None:
+    answers = [Unreachable("away"), Unreachable("still away"), "here"]
+
+    def ask() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Unreachable):
+            raise answer
+        return answer
+
+    assert patiently(ask, pause=0) == "here"
+    answers[:] = [Unreachable("gone")] * 3
+    with pytest.raises(Unreachable, match="gone"):
+        patiently(ask, seconds=0, pause=0)
 
 
 def test_one_cluster_that_is_away_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
