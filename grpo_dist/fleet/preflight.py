@@ -242,7 +242,7 @@ async def _ask(
     for one, future in zip(probes, futures, strict=True):
         if not future.done():
             future.cancel()
-            lines.append(f"  {one}: no answer within {seconds:g} s")
+            lines.append(f"  {one}: no answer within {seconds:g} s{_through(one)}")
         elif error := future.exception():
             lines.append(f"  {one}: {_last_line(error)}{_through(one)}")
         else:
