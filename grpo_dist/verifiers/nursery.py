@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpo_dist
 from grpo_dist.config import VerifierUse
@@ -37,8 +37,7 @@ class Child(asyncio.Protocol):
         self._buffer = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self.transport = transport
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's, in a Ray actor, is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
