@@ -1,0 +1,66 @@
+"""``learner.deepspeed`` is merged into DeepSpeed's configuration; what would make the gradient or its version wrong is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from grpo_dist.config import LearnerSection, ModelSection
+from grpo_dist.learner.ds_config import policy_config, reference_config
+from tests.unit.test_learner_spec import spec
+
+REFUSED: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "Muon"},
+    "scheduler": {"type": "WarmupLR"},
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": True},
+    "amp": {"enabled": True},
+    "managed_gradient_accumulation": False,
+    "checkpoint": {"load_universal": True},
+    "compile": {"deepcompile": True},
+}
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_keys_that_this_system_owns_are_refused(key: str) -> None:
+    with pytest.raises(ValidationError, match=rf"deepspeed\.{key} is set by grpo_dist and cannot be given"):
+        LearnerSection(deepspeed={key: REFUSED[key]})
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"stage": 2}, r"zero_optimization\.stage is 3 and cannot be changed, got 2"),
+        ({"reduce_scatter": False}, r"zero_optimization\.reduce_scatter is set by grpo_dist"),
+        ({"zenflow": {"topk_ratio": 0.1}}, r"zero_optimization\.zenflow is set by grpo_dist"),
+        ("yes", "zero_optimization must be a mapping, got 'yes'"),
+    ],
+)
+def test_keys_below_zero_optimization(zero: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LearnerSection(deepspeed={"zero_optimization": zero})
+
+
+def test_other_keys_reach_policy_and_reference() -> None:
+    given = {
+        "communication_data_type": "fp32",
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "leaf_module": {"names": ["experts"]}},
+    }
+    for config in (policy_config(spec(deepspeed=given)), reference_config(spec(deepspeed=given))):
+        assert config["communication_data_type"] == "fp32"
+        assert config["zero_optimization"]["zero_hpz_partition_size"] == 8
+        assert config["zero_optimization"]["leaf_module"] == {"names": ["experts"]}
+        assert config["zero_optimization"]["reduce_scatter"] is True
+
+
+def test_float16_halves_its_scale_at_the_first_overflow() -> None:
+    assert policy_config(spec(dtype="float16"))["fp16"] == {"enabled": True, "hysteresis": 1}
+    assert policy_config(spec(dtype="float16"))["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert policy_config(spec())["fp16"]["enabled"] is False
+    assert ModelSection(path="m", dtype="float16").dtype == "float16"
