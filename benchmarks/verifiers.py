@@ -5,8 +5,7 @@
 math        answers that need math-verify (no number or word decides them early). Four sides, each in fresh processes:
             one process that calls math-verify in a loop; as many such loops as workers, at once (what this machine can
             give); one process that calls our `math` in a loop; and the pool, its start not counted.
-cheap       `exact` in batches of 16 through the pool, and through the Ray actor: time of a verdict beyond the verifier's
-            own.
+cheap       `exact` in batches of 16 through the pool, and through the Ray actor: a verdict's time beyond its own.
 endless     the same answers with one among them that never ends: when the others were back, and the memory meanwhile.
 """
 
@@ -49,9 +48,11 @@ def math_rows(count: int) -> list[tuple[str, str]]:
         right, gold = (
             (rf"\frac{{{a}x}}{{{b}}}", rf"\frac{{{a}}}{{{b}}}x"), (rf"{a}\sqrt{{{b}}}", rf"\sqrt{{{b}}}\cdot {a}"),
             (rf"({a}, {a + b}]", rf"({a},{a + b}]"), (rf"\{{{a}, {b}, {c}\}}", rf"\{{{c},{b},{a}\}}"),
-            (rf"x^2+{a}x+{b}", rf"{b}+x^2+{a}x"), (rf"({a},{b},{c})", rf"({a}, {b}, {c})"), (rf"{a}\pi+{b}", rf"{b}+{a}\pi"),
+            (rf"x^2+{a}x+{b}", rf"{b}+x^2+{a}x"), (rf"({a},{b},{c})", rf"({a}, {b}, {c})"),
+            (rf"{a}\pi+{b}", rf"{b}+{a}\pi"),
         )[i % 7]  # fmt: skip
-        rows.append((rf"We add them up, step by step, and so \boxed{{{right if i % 2 else right.replace(str(a), str(a + 1))}}}.", gold))
+        said = right if i % 2 else right.replace(str(a), str(a + 1))
+        rows.append((rf"We add them up, step by step, and so \boxed{{{said}}}.", gold))
     return rows
 
 
@@ -68,9 +69,7 @@ def bare(side: str, rows: int) -> float:
         parse("$1$")
         began = time.perf_counter()
         for text, gold in made:
-            verify(
-                parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None
-            )
+            verify(parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None)
     else:
         judge = build([VerifierUse(name="math")])
         began = time.perf_counter()

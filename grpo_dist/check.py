@@ -281,7 +281,10 @@ def _memory(recipe: Recipe, shape: ModelShape | None, parameters: int | None, re
 def _disk(recipe: Recipe, parameters: int | None, report: CheckReport) -> None:
     free = free_bytes(recipe.run.out.absolute())
     if parameters is not None:
-        one = parameters * (12 + BYTES[recipe.model.dtype])
+        size, kl = BYTES[recipe.model.dtype], recipe.algorithm.kl
+        one = parameters * (12 + size)
+        if kl.every is not None:  # a reference that moves is saved too, an average in fp32
+            one += parameters * (4 if kl.reference == "ema" else size)
         need = one * (recipe.checkpoint.keep + 1)  # the next one is complete before the oldest goes
         report.facts["disk"] = (
             f"{recipe.run.out}: {bytes_text(free)} free; a checkpoint takes about {bytes_text(one)}, "
@@ -355,6 +358,7 @@ def _resources(recipe: Recipe, report: CheckReport) -> None:
             "learner": Bundle.of("learner", recipe.learner.placement, int(gpus)),
             "rollout": Bundle.of("rollout", recipe.rollout.placement, recipe.rollout.tensor_parallel * int(gpus)),
             "verifier": Bundle.of("verifier", recipe.verifiers.placement),
+            "reward": Bundle.of("reward", recipe.verifiers.reward_model.placement, recipe.verifiers.reward_model.gpus),
         }
     sizes = sizes_of(recipe)
     wanted = [bundles[role] for role in bundles for _ in range(sizes[role])]

@@ -238,6 +238,17 @@ class VerifierUse(Section):
         return dict(self.model_extra or {})
 
 
+class RewardModelSection(Section):
+    """The actors of verifiers called reward_model: which model and how is said where it is used."""
+
+    workers: Workers = Field(1, description="Actors per reward model, each with a copy of it.")
+    gpus: NonNegativeFloat = Field(
+        0.0, description="GPUs of one actor, e.g. 1, or 0.5 for two on one device; 0 keeps the model on the CPU."
+    )
+    seconds: PositiveFloat = Field(300, description="Limit of one call (a group), queueing included.")
+    placement: PlacementSection = Field(PlacementSection(cpus=1.0), description="What Ray reserves for such an actor.")
+
+
 class VerifiersSection(Section):
     workers: Workers = Field(1, description="Verifier actors.")
     children: Workers = Field(1, description="Answers that one actor judges at a time; raise it for remote verifiers.")
@@ -249,6 +260,7 @@ class VerifiersSection(Section):
     placement: PlacementSection = Field(
         PlacementSection(cpus=0.25), description="What Ray reserves for a verifier actor."
     )
+    reward_model: RewardModelSection = Field(RewardModelSection(), description="Where reward models live.")
 
     @model_validator(mode="after")
     def _own_limits_end_first(self) -> VerifiersSection:
@@ -574,6 +586,9 @@ class FaultsSection(Section):
         90,
         description="Limit of each check between nodes (who reaches whom, an all-reduce, a broadcast) before models "
         "load; only on clusters of several nodes. 0: no check.",
+    )
+    restarts: NonNegative = Field(
+        10, description="Lost verifier and reward-model actors that one process of a run may replace."
     )
     nonfinite_steps: Positive = Field(
         3, description="Skipped updates in a row (non-finite gradient) that stop the run."

@@ -22,6 +22,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.monitor.records import RunFolder, read_jsonl
 from grpo_dist.types import Completion, GroupRequest, Prompt, RolloutGroup, ScoredGroup, Verdict, VerifyItem
 from grpo_dist.verifiers.pool import VerifierPool
+from grpo_dist.verifiers.reward_scorer import local_rewards
 
 _SHOWN = 20
 
@@ -81,7 +82,7 @@ def replay(run_dir: Path, step: int, *, workers: int = 1) -> Replay:
 async def _score(items: Sequence[VerifyItem], section: VerifiersSection, workers: int) -> list[Verdict]:
     pool = VerifierPool(section.use, timeout=section.timeout, children=workers)
     try:
-        return await pool.score(items)
+        return await pool.score(await local_rewards(section.use).attach(items))
     finally:
         await pool.close()
 

@@ -2,10 +2,10 @@
 
     Fleet.start ─► one fit for all roles ─► learner ranks │ engines │ verifiers   (at the same time)
     generate(request) ─► the engine with the least in flight
-    score(rollout)    ─► the verifier with the least in flight
+    score(rollout)    ─► scoring.py: reward models and verifiers, replaced when they are lost
     publish(version)  ─► weights/publisher.py, over this fleet's engines and rank 0
 
-A lost worker ends the run with one sentence; replacing it in the live run is ``reconcile`` called again.
+A lost engine or rank ends the run with one sentence; replacing it in the live run is ``reconcile`` called again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from grpo_dist.fleet.placement import Bundle, living_nodes, wait_until_fits
 from grpo_dist.fleet.pool import Member, Pool, gather_named
 from grpo_dist.fleet.preflight import preflight
 from grpo_dist.fleet.reconcile import Reconciler, RoleSpec, end_all
+from grpo_dist.fleet.scoring import Scoring, reward_actors
 from grpo_dist.learner.rank import LearnerActor, actor_environment
 from grpo_dist.learner.spec import spec_for
 from grpo_dist.rollout.engine import EngineSettings, SamplingSpec
 from grpo_dist.rollout.worker import rollout_actor
 from grpo_dist.types import GroupRequest, RolloutGroup, ScoredGroup, WeightUpdate
-from grpo_dist.verifiers.worker import VerifierWorker, items_of
 from grpo_dist.weights.publisher import Endpoint, Publisher
 from grpo_dist.weights.sender import EngineEndpoint
 
@@ -50,7 +50,7 @@ def bundles_of(recipe: Recipe, *, gpus: bool) -> dict[str, Bundle]:
     """What one worker of each role asks for. A role without labels of its own goes to the nodes labelled for it."""
     labelled = {node.labels.get(ROLE_LABEL) for node in living_nodes()}
 
-    def bundle(role: str, placement: PlacementSection, count: int) -> Bundle:
+    def bundle(role: str, placement: PlacementSection, count: float) -> Bundle:
         if not placement.labels and role in labelled:
             placement = placement.model_copy(update={"labels": {ROLE_LABEL: role}})
         return Bundle.of(role, placement, count)
@@ -59,6 +59,7 @@ def bundles_of(recipe: Recipe, *, gpus: bool) -> dict[str, Bundle]:
         "learner": bundle("learner", recipe.learner.placement, 1 if gpus else 0),
         "rollout": bundle("rollout", recipe.rollout.placement, recipe.rollout.tensor_parallel if gpus else 0),
         "verifier": bundle("verifier", recipe.verifiers.placement, 0),
+        "reward": bundle("reward", recipe.verifiers.reward_model.placement, recipe.verifiers.reward_model.gpus),
     }
 
 
@@ -67,6 +68,7 @@ def sizes_of(recipe: Recipe) -> dict[str, int]:
         "learner": recipe.learner.ranks,
         "rollout": recipe.rollout.workers,
         "verifier": recipe.verifiers.workers,
+        "reward": reward_actors(recipe),
     }
 
 
@@ -86,25 +88,15 @@ def _engines(recipe: Recipe, model: str, backend: Literal["nccl", "gloo"]) -> Cr
     return create
 
 
-def _verifiers(recipe: Recipe) -> Create:
-    actor = ray.remote(VerifierWorker)
-    environment = {"env_vars": {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}}  # Ray shows it every GPU otherwise
-
-    def create(name: str, options: dict[str, Any]) -> Any:
-        return actor.options(runtime_env=environment, max_restarts=0, max_concurrency=1000, **options).remote(
-            recipe.verifiers
-        )
-
-    return create
-
-
 class Fleet:
     """Living workers of one run. Made by ``Fleet.start``."""
 
     def __init__(self, recipe: Recipe, event: Event, roles: frozenset[str]) -> None:
         self.recipe, self._event = recipe, event
+        roles = roles | {"reward"} if "verifier" in roles else roles
         self.wanted = {role: size if role in roles else 0 for role, size in sizes_of(recipe).items()}
-        self.rollouts, self.verifiers = Pool("rollout"), Pool("verifier")
+        self.rollouts = Pool("rollout")
+        self.scoring: Scoring
         self.learner: LearnerGroup
         self._reconcilers: list[Reconciler] = []
         self._publisher: Publisher
@@ -135,13 +127,11 @@ class Fleet:
             Reconciler(
                 RoleSpec(role, bundles[role], create, limits.start_seconds, limits.placement_seconds), pool, event
             )
-            for role, create, pool in (
-                ("rollout", _engines(recipe, model, backend), fleet.rollouts),
-                ("verifier", _verifiers(recipe), fleet.verifiers),
-            )
+            for role, create, pool in (("rollout", _engines(recipe, model, backend), fleet.rollouts),)
         ]
+        fleet.scoring = Scoring(recipe, bundles, event, wanted=fleet.wanted["verifier"])
         try:
-            starts = {"pools": fleet.reconcile()}
+            starts: dict[str, Any] = {"engines": fleet.reconcile(), **fleet.scoring.starts()}
             if "learner" in roles:
                 starts["learner"] = fleet._start_learner(bundles["learner"], model, backend)
             await gather_named(starts)
@@ -153,7 +143,7 @@ class Fleet:
         return fleet
 
     async def reconcile(self) -> None:
-        """Make the pools agree with ``wanted``."""
+        """Make the engines agree with ``wanted``."""
         await gather_named({r.spec.role: r.reconcile(self.wanted[r.spec.role]) for r in self._reconcilers})
 
     async def _start_learner(self, bundle: Bundle, model: str, backend: Literal["nccl", "gloo"]) -> None:
@@ -187,8 +177,7 @@ class Fleet:
         return await self.rollouts.call("generate", request, sampling, n, seconds=self.recipe.faults.rollout_seconds)
 
     async def score(self, rollout: RolloutGroup) -> ScoredGroup:
-        verdicts = await self.verifiers.call("score", items_of(rollout), seconds=self.recipe.faults.verify_seconds)
-        return ScoredGroup(rollout, tuple(verdicts))
+        return await self.scoring.score(rollout)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -225,7 +214,7 @@ class Fleet:
 
     def isolation(self) -> str | None:
         """How the verifiers keep programs apart from the machine; None when no verifier runs any."""
-        levels = {m.info.get("isolation") for m in self.verifiers.members.values()} - {None}
+        levels = {m.info.get("isolation") for m in self.scoring.members()} - {None}
         return ", ".join(sorted(map(str, levels))) or None
 
     def endpoints(self) -> list[EngineEndpoint]:
@@ -239,16 +228,16 @@ class Fleet:
         return {
             "fleet/rollout_live": float(len(self.rollouts)),
             "fleet/rollout_wanted": float(self.wanted["rollout"]),
-            "fleet/verifier_live": float(len(self.verifiers)),
+            "fleet/verifier_live": float(len(self.scoring.verifiers.pool)),
             "fleet/learner_ranks": float(self.learner.size),
-            "fleet/restarts": 0.0,
+            "fleet/restarts": float(self.scoring.restarts.count),
         }
 
     async def end(self, *, seconds: float = END_SECONDS) -> None:
         """Ask every worker to stop, wait a bounded time, then end it. No process of the run is left."""
-        pools: list[Member] = [*self.rollouts.members.values(), *self.verifiers.members.values()]
-        for pool in (self.rollouts, self.verifiers):
-            pool.members.clear()
+        scoring = await self.scoring.close() if hasattr(self, "scoring") else []
+        pools: list[Member] = [*self.rollouts.members.values(), *scoring]
+        self.rollouts.members.clear()
         ends = [end_all(pools, seconds=seconds)]
         if hasattr(self, "learner"):
             ends.append(self.learner.end(seconds=seconds))

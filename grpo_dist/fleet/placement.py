@@ -35,7 +35,7 @@ class Bundle:
     labels: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, role: str, placement: PlacementSection, gpus: int = 0) -> Bundle:
+    def of(cls, role: str, placement: PlacementSection, gpus: float = 0) -> Bundle:
         resources = {"CPU": placement.cpus, **placement.resources} | ({"GPU": float(gpus)} if gpus else {})
         return cls(role, tuple(sorted(resources.items())), tuple(sorted(placement.labels.items())))
 

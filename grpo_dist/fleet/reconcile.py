@@ -31,6 +31,7 @@ class RoleSpec:
     start_seconds: float
     placement_seconds: float
     admit: Callable[[Member], Awaitable[None]] | None = None
+    prefix: str | None = None  # of workers' names; by default the role
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +61,20 @@ class Reconciler:
     def __init__(self, spec: RoleSpec, pool: Pool, event: Callable[..., None]) -> None:
         self.spec, self.pool, self._event = spec, pool, event
         self._started = 0
+        self._turn = asyncio.Lock()
 
     async def reconcile(self, wanted: int) -> None:
-        """Start what is missing, all at once, and end the surplus.
+        """Start what is missing, all at once, and end the surplus. One call at a time.
 
         Raises:
             WorkerLost: a worker did not become ready; everything that this call had started is ended again.
             UserError: the cluster did not grant its resources.
         """
-        todo = difference(self.spec.role, wanted, list(self.pool.members), self._started)
+        async with self._turn:
+            await self._reconcile(wanted)
+
+    async def _reconcile(self, wanted: int) -> None:
+        todo = difference(self.spec.prefix or self.spec.role, wanted, list(self.pool.members), self._started)
         self._started += len(todo.start)
         for name in todo.end:
             self.pool.members.pop(name).kill()

@@ -254,7 +254,7 @@ class Judge:
         try:
             for entry in self.applicable(item.verifier):
                 if entry.audit is not None:
-                    if _is_audited(item, entry.audit):
+                    if is_audited(item, entry.audit):
                         _audit(item, entry, audits)
                     continue
                 part = _open_gate(entry, said)
@@ -276,7 +276,7 @@ class Judge:
         return Verdict(reward, all(opinions) if opinions else None, parts | audits, seconds=seconds)
 
 
-def _is_audited(item: VerifyItem, share: float) -> bool:
+def is_audited(item: VerifyItem, share: float) -> bool:
     """The same answer for the same sample, in every process and on every replay."""
     return zlib.crc32(f"{item.id}/{item.completion}".encode(errors="replace")) < share * 2**32
 

@@ -1,22 +1,24 @@
 """``reward_model``: a Hugging Face sequence classifier scores prompt and completion.
 
-The model is too large for the judging processes, so the process that owns the pool loads it, once (reward_scorer.py).
-It is asked for all completions of a call at once, and what it said is attached to each item; this function reads it.
+The model is too large for the judging processes, so it lives elsewhere, once (reward_scorer.py), and is asked for many
+completions at a time. What it said is attached to each item; this function reads it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from grpo_dist.config import VerifierUse
+from grpo_dist.errors import RecipeError
 from grpo_dist.types import VerifyItem
 from grpo_dist.verifiers.golds import found
 from grpo_dist.verifiers.registry import Part, RangedOptions, register
 
-KEY = "reward_model"  # of VerifyItem.extra: {path: score | {"error": text}}
+KEY = "reward_model"  # of VerifyItem.extra: {path: output | {"error": text}}
 
 
 class RewardModelOptions(RangedOptions):
@@ -29,14 +31,24 @@ class RewardModelOptions(RangedOptions):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Of the weights.")
 
 
-def reward_models(uses: Sequence[VerifierUse]) -> list[RewardModelOptions]:
-    """The reward models of a recipe, each once."""
+def reward_models(uses: Sequence[VerifierUse]) -> dict[str, RewardModelOptions]:
+    """The reward models of a recipe by path. Raises RecipeError when one is to be loaded in two ways."""
     models: dict[str, RewardModelOptions] = {}
     for use in uses:
-        if use.name == "reward_model":
+        if use.name != "reward_model":
+            continue
+        try:
             one = RewardModelOptions.model_validate(use.options)
-            models[one.path] = one
-    return list(models.values())
+        except ValidationError as error:
+            raise RecipeError(f"reward_model: {error.errors()[0]['msg']}, got {use.options}") from error
+        first = models.setdefault(one.path, one)
+        for key in ("max_tokens", "batch", "dtype"):
+            if getattr(first, key) != getattr(one, key):
+                raise RecipeError(
+                    f"reward_model {one.path} is used twice with different {key} "
+                    f"({getattr(first, key)} and {getattr(one, key)}); it is loaded once"
+                )
+    return models
 
 
 @register("reward_model", RewardModelOptions)
@@ -45,5 +57,9 @@ def reward_model(item: VerifyItem, options: RewardModelOptions) -> Part:
     if isinstance(said, dict):
         raise RuntimeError(str(said["error"]))
     if not isinstance(said, float):
-        raise RuntimeError(f"the reward model {options.path} was not asked, found {found(said)}: the pool attaches it")
-    return Part(said)
+        raise RuntimeError(f"the reward model {options.path} was not asked, found {found(said)}")
+    return Part(_sigmoid(said) if options.squash == "sigmoid" else said)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

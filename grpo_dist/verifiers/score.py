@@ -22,6 +22,7 @@ from grpo_dist.types import Verdict, VerifyItem
 from grpo_dist.verifiers.golds import found
 from grpo_dist.verifiers.pool import VerifierPool
 from grpo_dist.verifiers.registry import build
+from grpo_dist.verifiers.reward_scorer import Rewards, local_rewards
 
 _BATCH = 16  # rows of one call
 _OPEN = 4  # calls in work per worker
@@ -75,7 +76,7 @@ async def _score(
     try:
         await pool.start()
         items = (_item(number, row, default) for number, row in _rows(path))
-        async for verdict in verdicts(pool, items, workers):
+        async for verdict in verdicts(pool, items, workers, local_rewards(uses)):
             _count(summary, verdict)
             print(json.dumps(plain(verdict)), file=out)
         out.flush()
@@ -84,7 +85,9 @@ async def _score(
         await pool.close()
 
 
-async def verdicts(pool: VerifierPool, items: Iterator[VerifyItem], workers: int) -> AsyncIterator[Verdict]:
+async def verdicts(
+    pool: VerifierPool, items: Iterator[VerifyItem], workers: int, rewards: Rewards | None = None
+) -> AsyncIterator[Verdict]:
     """Verdicts in the order of the items, which are read as they are needed.
 
     Few items are in work at a time. Verdicts that wait for a slow one before them are bounded too, much more widely:
@@ -95,7 +98,7 @@ async def verdicts(pool: VerifierPool, items: Iterator[VerifyItem], workers: int
 
     async def score(batch: list[VerifyItem]) -> list[Verdict]:
         try:
-            return await pool.score(batch)
+            return await pool.score(batch if rewards is None else await rewards.attach(batch))
         finally:
             room.release()
 

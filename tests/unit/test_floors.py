@@ -20,11 +20,11 @@ FLOORS = {
     "algorithms": 1, "verifiers": 1, "metrics": 1, "plan": 1,
     "data": 2, "rollout.pipeline": 2, "rollout.selection": 2, "rollout.seeds": 2, "evaluate": 2,
     "rollout": 3, "learner": 3, "weights": 3, "monitor": 3,
-    "rollout.worker": 4, "learner.rank": 4, "verifiers.worker": 4,
+    "rollout.worker": 4, "learner.rank": 4, "verifiers.worker": 4, "verifiers.reward_worker": 4,
     "fleet": 5,
     "train": 6, "run": 6, "saved": 6, "step_clock": 6, "signals": 6, "model_folder": 6, "check": 6, "replay": 6,
     "quickstart": 6, "submit": 6, "launch": 6,
-    "planner": 6,
+    "planner": 6, "doctor": 6,
     "cli": 7, "cli_before": 7,
 }  # fmt: skip
 HEAVY = {"ray", "vllm", "deepspeed", "wandb"}
