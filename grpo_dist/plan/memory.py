@@ -107,7 +107,10 @@ def learner_memory(recipe: Recipe, shape: ModelShape, *, parameters: int | None 
     else:
         device |= {"master weights": 4 * shard, "Adam": 8 * shard, "gradients": 4 * shard}
     if recipe.algorithm.kl.beta > 0:
-        (host if zero.offload_parameters else device)["reference"] = size * shard
+        place = host if zero.offload_parameters else device
+        place["reference"] = size * shard
+        if recipe.algorithm.kl.reference == "ema" and size < 4:
+            place["reference's average"] = 4 * shard  # fp32, as learner/reference.py keeps it
     # Allocated whole at the start; on a CPU only what is written to takes memory.
     bucket = min(count, zero.reduce_bucket_size) if recipe.weights.backend == "gloo" else zero.reduce_bucket_size
     backward = {

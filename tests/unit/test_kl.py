@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from grpo_dist.algorithms.kl import ESTIMATORS, clamped_exp, k1, k2, k3, unbiased
@@ -107,3 +108,28 @@ def test_clamped_exp_says_what_it_cut() -> None:
     assert cut.tolist() == [True, False, False, False, True]
     assert value[2].item() == 1.0
     assert value[4].item() == value[3].item() == pytest.approx(math.exp(20))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"refresh_every": 5}, "kl.refresh_every is given, but kl.reference is fixed"),
+        ({"ema": 0.1}, "kl.ema is given, but kl.reference is fixed"),
+        ({"reference": "refresh"}, r"refresh needs kl.refresh_every \(steps\) and no kl.ema"),
+        ({"reference": "refresh", "refresh_every": 5, "ema": 0.1}, "refresh needs kl.refresh_every"),
+        ({"reference": "ema"}, "ema needs kl.ema, the policy's share"),
+        ({"reference": "ema", "ema": 1.0}, "less than 1"),
+    ],
+)
+def test_a_reference_that_is_half_described_is_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words) as caught:
+        KLSection(beta=0.1, **keys)
+    assert caught.value.error_count() == 1
+
+
+def test_when_the_reference_changes() -> None:
+    assert KLSection(beta=0.1).every is None
+    assert KLSection(beta=0.1, reference="refresh", refresh_every=5).every == 5
+    assert KLSection(beta=0.1, reference="ema", ema=0.1).every == 1
+    assert KLSection(beta=0.1, reference="ema", ema=0.1, refresh_every=3).every == 3
+    assert KLSection(beta=0, reference="ema", ema=0.1).every is None  # nothing is loaded that could change

@@ -144,6 +144,8 @@ class TestLearnerMemory:
         found = learner_memory(large(learner={"zero": both}, algorithm={"kl": {"beta": 0.1}}), EIGHT)
         assert found.device["weights"] == 0
         assert found.host["reference"] == found.host["weights"] == 2 * 1_023_841_920
+        ema = {"kl": {"beta": 0.1, "reference": "ema", "ema": 0.01}}  # its average is kept in fp32
+        assert learner_memory(large(algorithm=ema), EIGHT).device["reference's average"] == 4 * 1_023_841_920
 
     def test_a_step_that_is_larger_than_the_backward_pass_counts(self) -> None:
         one = large(learner={"micro_batch_tokens": 64, "logprob_chunk_tokens": 1}, data={"max_prompt_tokens": 8})
