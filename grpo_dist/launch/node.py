@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -126,7 +127,7 @@ class Node:
             "--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()),
             *self.ports.arguments(head=options.head),
         ]  # fmt: skip
-        command += ["--head", f"--dashboard-host={self.own.ip}"] if options.head else [f"--address={address}"]
+        command += ["--head", f"--dashboard-host={self.own.ip}"] if options.head else [f"--address={_numeric(address)}"]
         if options.head and options.gcs_port is not None:
             if not ports.port_is_free(options.gcs_port):
                 raise UserError(f"port {options.gcs_port} is in use on {self.own.ip}: another Ray? choose another one")
@@ -262,8 +263,8 @@ class Node:
                 self.say(f"{self.signal.name}: draining this node")
                 self.ray.terminate()
                 asked_at = time.monotonic()
-            if asked_at is not None and time.monotonic() - asked_at > self.options.grace:
-                break
+            if asked_at is not None and (self.signals > 1 or time.monotonic() - asked_at > self.options.grace):
+                break  # asked twice, or long ago: what is left is killed
             time.sleep(1)
         if self.signal is not None:
             return 128 + self.signal
@@ -290,6 +291,12 @@ def _short_temp() -> Path:
     """TMPDIR when Ray's socket paths still fit, else /tmp."""
     wanted = Path(os.environ.get("TMPDIR", "/tmp"))
     return wanted if len(str(wanted)) <= 24 and wanted.is_dir() else Path("/tmp")
+
+
+def _numeric(address: str | None) -> str:
+    """The same address without a name: gRPC looks names up in its own way, and may not find what this machine does."""
+    host, _, port = (address or "").rpartition(":")
+    return f"{socket.gethostbyname(host)}:{port}"
 
 
 def _host(address: str | None) -> str | None:
