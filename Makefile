@@ -1,5 +1,5 @@
 # Each target sets up .venv by itself; a second call starts at once. Python: 3.11 or 3.12 (PYTHON=… chooses one).
-.PHONY: help setup quickstart test lint bench docs clean
+.PHONY: help setup quickstart test lint bench bench-peers docs clean
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
@@ -13,6 +13,7 @@ help:
 	@echo "make test         the whole CPU test suite (ARGS='-k word' is passed to pytest)"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        ratios against bare vLLM and bare Gloo on this machine"
+	@echo "make bench-peers  samples per second against TRL, on a real model (installs TRL into .venv; about ten minutes)"
 	@echo "make docs         the table of recipe keys in docs/recipe.md"
 	@echo "make setup        only the environment in .venv"
 
@@ -33,6 +34,10 @@ lint: setup
 
 bench: setup
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: setup
+	@$(BIN)/python -c 'import trl' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -q -e '.[peers]'
+	@$(BIN)/python -m benchmarks peers $(ARGS)
 
 docs: setup
 	@$(BIN)/python tools/write_docs.py

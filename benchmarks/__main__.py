@@ -3,7 +3,7 @@
 Each prints a table on standard error and one JSON line on standard output. Figures are ratios measured side by side in
 one run; seconds of two machines, or of a busy and a quiet one, do not compare.
 
-``objectives`` (short quickstarts, a minute each) only runs when it is named.
+``objectives`` (short quickstarts, a minute each) and ``peers`` (needs TRL: ``make bench-peers``) only run when named.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def names() -> list[str]:
     return sorted(file.stem for file in Path(__file__).parent.glob("*.py") if not file.stem.startswith("_"))
 
 
-ONLY_WHEN_NAMED = {"objectives"}
+ONLY_WHEN_NAMED = {"objectives", "peers"}
 
 
 def main(wanted: list[str]) -> int:

