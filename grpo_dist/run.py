@@ -177,11 +177,12 @@ class Run:
             learned = await self.fleet.learner.update(batches)
         values = stat_values(learned)
         limit = self.recipe.algorithm.max_step0_mismatch
-        if self._fresh_weights and (off := values.get("mismatch/logprob_abs_mean", 0.0)) > limit:
+        if self._fresh_weights and not (off := values.get("mismatch/logprob_abs_mean", 0.0)) <= limit:  # NaN is none
             raise SelfCheckError(
-                "engines and learner hold the same weights, but their log-probabilities of the sampled tokens differ "
-                f"by {off:.3g} on average (algorithm.max_step0_mismatch = {limit:g}): look at model.dtype, "
-                "model.attention, rollout.engine and the sampling temperature"
+                "start-up self-check 'step 0' failed: engines and learner hold the same weights, but their "
+                f"log-probabilities of the sampled tokens differ by {off:.3g} on average, allowed {limit:g} "
+                "(algorithm.max_step0_mismatch): look at model.dtype, model.attention, rollout.engine and the sampling "
+                "temperature"
             )
         self._fresh_weights = False
         if skipped := int(values["train/skipped"]):
@@ -223,8 +224,9 @@ class Run:
         after = await self.fleet.checksums()
         if self.state.step == 0 and (wrong := sorted(name for name in before if before[name] != after[name])):
             raise SelfCheckError(
-                f"publishing unchanged weights changed the weights of {', '.join(wrong)}: the learner's tensors do not "
-                "land in the engine as its own loader puts them (names, fusion, shards or types)"
+                "start-up self-check 'first publication' failed: publishing unchanged weights changed the weights of "
+                f"{', '.join(wrong)}: the learner's tensors do not land in the engine as its own loader puts them "
+                "(names, fusion, shards or types)"
             )
 
     async def publish(self) -> WeightUpdate:
