@@ -186,6 +186,7 @@ def test_no_secret_in_job_or_files(runs: Runs) -> None:
 
 
 def test_a_job_that_fails_at_step_2_ends_with_1_and_the_cause_last(runs: Runs) -> None:
+    """f8"""
     runs.submit("fail-2", "run.steps=4")
     code, lines = runs.follow("fail-2")
     assert code == 1
@@ -216,7 +217,7 @@ def test_stop_gives_time_to_save_and_two_jobs_run_at_once(runs: Runs) -> None:
 
 
 def test_the_same_submission_again_resumes(runs: Runs) -> None:
-    """What a scheduler's retry does: the same command line a second time."""
+    """k5: what a scheduler's retry does, the same command line a second time."""
     record = runs.submit("again", "run.steps=3")
     assert runs.follow("again")[0] == 0
     api = RayApi(runs.head.dashboard, runs.head.token.read_text())

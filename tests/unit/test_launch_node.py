@@ -145,6 +145,7 @@ def test_the_environment_carries_a_path_not_a_value(tmp_path: Path) -> None:
 
 
 def test_little_shared_memory_is_a_warning_with_the_flag_to_set(tmp_path: Path) -> None:
+    """k4"""
     assert checks.check_shared_memory(tmp_path, want=0).level == "ok"
     finding = checks.check_shared_memory(tmp_path, want=1 << 60)
     assert finding.level == "warning"

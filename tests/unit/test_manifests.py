@@ -135,6 +135,7 @@ def test_what_people_forget_on_kubernetes(path: Path) -> None:
 
 
 def test_gang_queues_and_elastic_groups() -> None:
+    """k6: only a group whose file says so is left to the autoscaler; the learner's never is."""
     volcano = manifests(submission(CONFIGS / "kubernetes" / "volcano.yaml"))[1]
     assert volcano["metadata"]["labels"]["volcano.sh/queue-name"] == "research"
     elastic = manifests(submission(CONFIGS / "kubernetes" / "two-gpu-groups.yaml"))[1]["spec"]["rayClusterSpec"]

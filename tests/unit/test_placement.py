@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("ray")
 
+import grpo_dist
 from grpo_dist.config import PlacementSection
 from grpo_dist.fleet.placement import Bundle, Node, describe_misfit, first_misfit
 
@@ -48,3 +52,10 @@ def test_the_message_says_what_was_wanted_and_what_is_there() -> None:
     assert "no node has room for one more learner worker" in message
     assert "wanted     learner: 64 x (0.5 CPU)" in message
     assert "available  10.0.0.1: 2 CPU" in message
+
+
+def test_no_actor_has_a_name_in_the_cluster() -> None:
+    """f4: two runs on one cluster, or a run after a crash, cannot meet an actor that is called the same."""
+    for file in Path(grpo_dist.__file__).parent.rglob("*.py"):
+        text = file.read_text()
+        assert not re.search(r"\bget_actor\(|\.options\([^)]*\bname=|lifetime=", text), file
