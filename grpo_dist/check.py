@@ -34,6 +34,7 @@ from grpo_dist.rollout.engine_keys import refuse_unknown_engine_keys
 from grpo_dist.types import VerifyItem
 from grpo_dist.verifiers.pool import VerifierPool
 from grpo_dist.verifiers.registry import Judge, build
+from grpo_dist.verifiers.reward_scorer import look_at
 
 RAY_TEMP_NEEDED = 2 << 30
 RAY_TEMP_WANTED = 10 << 30
@@ -184,7 +185,12 @@ def _data(recipe: Recipe, tokenizer: Any, judge: Judge | None, report: CheckRepo
 
 
 def _verdicts(recipe: Recipe, judge: Judge, prompts: PromptStream, report: CheckReport) -> None:
-    """One verdict per verifier that the rows use, on a row's own gold answer, through the real pool."""
+    """One verdict per verifier that the rows use, on a row's own gold answer, through the real pool. Reward models are
+    only looked at: their weights are not loaded here."""
+    _try(lambda: look_at(recipe.verifiers.use), report)
+    uses = tuple(use for use in recipe.verifiers.use if use.name != "reward_model")
+    if not uses:
+        return
     items = [
         VerifyItem(
             id=f"{prompt.id}/gold",
@@ -199,11 +205,11 @@ def _verdicts(recipe: Recipe, judge: Judge, prompts: PromptStream, report: Check
     ]
 
     async def score() -> list[str]:
-        pool = VerifierPool(recipe.verifiers.use, timeout=min(recipe.verifiers.timeout, 10.0))
+        pool = VerifierPool(uses, timeout=min(recipe.verifiers.timeout, 10.0))
         try:
             lines = []
             for item, verdict in zip(items, await pool.score(items), strict=True):
-                names = [entry.label for entry in judge.applicable(item.verifier)]
+                names = [e.label for e in judge.applicable(item.verifier) if e.verifier.name != "reward_model"]
                 if verdict.error is not None:
                     report.problems.append(f"verifiers {', '.join(names)} on {item.id}: {verdict.error}")
                 parts = ", ".join(f"{name} {value:g}" for name, value in verdict.parts.items())

@@ -16,7 +16,7 @@ import typer
 
 from grpo_dist import cli_before
 from grpo_dist.errors import GrpoDistError, UserError
-from grpo_dist.recipe_file import find_recipe, load_recipe, recipe_description, shipped_recipes
+from grpo_dist.recipe_file import find_recipe, load_recipe, placed, recipe_description, shipped_recipes
 from grpo_dist.recipe_keys import recipe_keys
 
 app = typer.Typer(
@@ -44,7 +44,8 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run of this name, if there is one.")] = False,
 ) -> None:
     """Train to the end of the recipe."""
-    loaded = load_recipe(recipe, [*(overrides or ()), *(["run.resume=true"] if resume else ())])
+    words = [*(overrides or ()), *(["run.resume=true"] if resume else ())]
+    loaded = load_recipe(recipe, words)
     from grpo_dist.check import ray_temp_room
     from grpo_dist.train import run
 
@@ -53,7 +54,8 @@ def train(
         raise UserError(problem)
     if warning is not None:
         print(f"warning: {warning}", file=sys.stderr)
-    status = run(loaded)
+    with placed(recipe, words):
+        status = run(loaded)
     if status == 0 and loaded.model.path == "quickstart":
         from grpo_dist.quickstart.summary import closing_words
 
@@ -77,7 +79,9 @@ def check(
         raise
     from grpo_dist.check import check as look
 
-    report = look(loaded, offline=offline)
+    with placed(recipe, overrides or ()) as place:
+        report = look(loaded, offline=offline)
+        report.problems = list(map(place, report.problems))
     if as_json:
         print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
     else:
@@ -107,7 +111,8 @@ def evaluate(
         raise UserError(f"--checkpoint {checkpoint}: no such folder")
     from grpo_dist.saved import evaluate_saved
 
-    values = evaluate_saved(loaded, checkpoint)
+    with placed(recipe, overrides or ()):
+        values = evaluate_saved(loaded, checkpoint)
     if as_json:
         print(json.dumps(values, indent=2))
     else:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,32 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     if recipe is None or draft.problems:
         raise RecipeError("\n".join(sorted(draft.problems, key=_line_of)))
     return recipe
+
+
+_NAMED_KEY = re.compile(r"([a-z_]+(?:\.\w+)+)(?= \(|: )")
+
+
+@contextmanager
+def placed(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Iterator[Callable[[str], str]]:
+    """For what can only be checked after loading (options of verifiers, data, models): every line of a message that
+    begins with a key of this recipe gets the file and line of the key, or the override. Gives that function, and
+    applies it to a RecipeError that is raised inside."""
+    draft = _read(find_recipe(path_or_name))
+    for word in overrides:
+        _override(draft, word)
+
+    def place(text: str) -> str:
+        return "\n".join(map(place_line, text.split("\n")))
+
+    def place_line(line: str) -> str:
+        found = _NAMED_KEY.match(line)
+        path = tuple(int(part) if part.isdecimal() else part for part in found[1].split(".")) if found else ()
+        return f"{draft.place(path)}: {line}" if path and path[0] in draft.data else line
+
+    try:
+        yield place
+    except RecipeError as error:
+        raise RecipeError(place(str(error))) from error
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -149,7 +149,7 @@ def build(uses: Sequence[VerifierUse]) -> Judge:
     entries: list[Entry] = []
     problems: list[str] = []
     for place, use in enumerate(uses):
-        entry, wrong = _entry(use, f"verifiers.use[{place}]")
+        entry, wrong = _entry(use, f"verifiers.use.{place}")
         problems += wrong
         if entry is not None:
             entries.append(entry)
@@ -200,11 +200,11 @@ def _wrong_labels(labels: list[str], uses: Sequence[VerifierUse]) -> list[str]:
         before = labels[:place]
         if use.requires is not None and use.requires != "correct" and use.requires not in before:
             problems.append(
-                f"verifiers.use[{place}].requires: {use.requires!r} is not the label of a verifier before it "
+                f"verifiers.use.{place}.requires: {use.requires!r} is not the label of a verifier before it "
                 f"(before it: {', '.join(before) or 'none'})"
             )
         if use.requires == "correct" and not before:
-            problems.append(f"verifiers.use[{place}].requires: nothing before it can say 'correct'")
+            problems.append(f"verifiers.use.{place}.requires: nothing before it can say 'correct'")
     return problems
 
 

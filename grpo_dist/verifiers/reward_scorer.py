@@ -28,6 +28,23 @@ Ask = Callable[[str, Sequence[str]], Awaitable[Sequence[Said]]]  # (path, texts)
 _GATHERED = 16  # batches of one round
 
 
+def look_at(uses: Sequence[VerifierUse]) -> None:
+    """Raises RecipeError for reward models that cannot be used, as far as is known without their weights."""
+    problems = []
+    for path in reward_models(uses):
+        from transformers import AutoConfig, AutoTokenizer
+
+        try:
+            labels = AutoConfig.from_pretrained(path).num_labels
+            AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"reward model {path} cannot be loaded: {str(error).splitlines()[0]}")
+        else:
+            problems += [] if labels == 1 else [f"{path} has {labels} outputs, a reward model has 1"]
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
 class RewardScorer:
     """Raises RecipeError when the model cannot be loaded or is no reward model."""
 

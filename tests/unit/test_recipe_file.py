@@ -9,7 +9,8 @@ import pytest
 
 from grpo_dist.config import Recipe
 from grpo_dist.errors import RecipeError
-from grpo_dist.recipe_file import dump_recipe, find_recipe, load_recipe, recipe_description, shipped_recipes
+from grpo_dist.recipe_file import dump_recipe, find_recipe, load_recipe, placed, recipe_description, shipped_recipes
+from grpo_dist.verifiers.registry import build
 from grpo_dist.yaml_lines import YamlError, read_yaml, write_yaml
 
 SMALLEST = """\
@@ -339,6 +340,22 @@ class TestShipped:
             16,
         )
         assert (recipe.data.evaluation.size, recipe.evaluate.every, recipe.data.template) == (256, 5, "raw")
+
+
+def test_what_is_found_later_gets_its_place_too(write) -> None:
+    file = write(SMALLEST + "      aftr: x\n")
+    uses = load_recipe(file).verifiers.use
+    with pytest.raises(RecipeError) as error, placed(file):
+        build(uses)
+    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if "aftr" in text)
+    assert str(error.value).startswith(f"{file}:{line}: verifiers.use.0.aftr: 'exact' has no such option")
+    assert "did you mean 'after'" in str(error.value)
+    words = ["verifiers.use.0.aftr=3"]
+    with pytest.raises(RecipeError) as error, placed(write(SMALLEST), words):
+        build(load_recipe(write(SMALLEST), words).verifiers.use)
+    assert str(error.value).startswith("override 'verifiers.use.0.aftr=3': verifiers.use.0.aftr: ")
+    with placed(file) as place:
+        assert place("no key here: x\nfigs.use: 3") == "no key here: x\nfigs.use: 3"
 
 
 class TestSecrets:
