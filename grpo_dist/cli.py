@@ -140,15 +140,22 @@ def export(
 def score(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL rows {prompt?, completion, answer, verifier?}.")],
     verifier: Annotated[str | None, typer.Option(help="Judges the rows that name none.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Score with the verifiers of this recipe instead.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Answers judged at a time.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.01, help="Seconds that one verdict may take.")] = 10.0,
 ) -> int:
     """Score rows with the verifiers of training; one JSON verdict per row, in order, on standard output."""
     from grpo_dist.verifiers.score import score_file
 
-    summary = score_file(file, sys.stdout, verifier=verifier, workers=workers, timeout=timeout)
-    first = f"; the first: {summary.first_error}" if summary.first_error else ""
-    print(f"{summary.rows} rows, {summary.correct} correct, {summary.errors} without a verdict{first}", file=sys.stderr)
+    if recipe is None:
+        summary = score_file(file, sys.stdout, verifier=verifier, workers=workers, timeout=timeout)
+    elif verifier is not None:
+        raise UserError("--recipe and --verifier exclude each other: the recipe names its verifiers")
+    else:
+        uses = load_recipe(recipe).verifiers.use
+        with placed(recipe):
+            summary = score_file(file, sys.stdout, uses=uses, workers=workers, timeout=timeout)
+    print("\n".join(summary.lines()), file=sys.stderr)
     return 0
 
 

@@ -61,7 +61,8 @@ class Run:
             recipe.algorithm.filters.difficulty, prompts.place, len(prompts), state.difficulty
         )
         self._remembered: dict[str, float] = {}  # metrics of the difficulty memory after the step at hand
-        self._watch = Watch(recipe.verifiers.use, [n for n in islice(lengths, FIRST_STEPS) if n is not None])
+        first_lengths = [n for n in islice(lengths, FIRST_STEPS) if n is not None]
+        self._watch = Watch(recipe.verifiers.use, first_lengths, recipe.verifiers.timeout)
 
     # --- opening and closing ----------------------------------------------------------------------------------------
 
@@ -261,6 +262,7 @@ class Run:
         self.console.step(step, values)
         for text in [*self._advisor.look(values), *alarms]:
             self.warn(text)
+            self.tracker.alert(step, text)
         self.clock = StepClock()  # a step's time begins where the former one's was recorded
 
     async def maybe_evaluate(self, *, force: bool = False) -> None:

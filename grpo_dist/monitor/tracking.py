@@ -44,6 +44,9 @@ class Tracker(Protocol):
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Sample completions for people to read."""
 
+    def alert(self, step: int, text: str) -> None:
+        """A warning for people who do not look at the console."""
+
     def close(self, exit_code: int = 0) -> None:
         """Hand over what is left, within a limit."""
 
@@ -57,6 +60,9 @@ class NullTracker:
         return
 
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        return
+
+    def alert(self, step: int, text: str) -> None:
         return
 
     def close(self, exit_code: int = 0) -> None:
@@ -160,6 +166,9 @@ class WandbTracker:
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         content = {"name": name, "step": step, "columns": list(columns), "rows": [list(r) for r in rows]}
         self._send(f"table {name}", step, {"table": content})
+
+    def alert(self, step: int, text: str) -> None:
+        self._send("alert", step, {"alert": text})
 
     def close(self, exit_code: int = 0) -> None:
         child, self._child = self._child, None

@@ -60,6 +60,8 @@ def _serve(start: dict[str, Any], lines: Iterator[dict[str, Any]], said: Any) ->
         row += 1
         if "log" in line:
             run.log(line["log"], step=row)
+        elif "alert" in line:
+            run.alert(title="grpo-dist", text=f"step {line['of']}: {line['alert']}", level=wandb.AlertLevel.WARN)
         else:
             table = line["table"]
             run.log(

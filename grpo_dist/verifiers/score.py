@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_dist.config import VerifierUse
 from grpo_dist.errors import DataError, RecipeError
+from grpo_dist.metrics import percentile
 from grpo_dist.types import Verdict, VerifyItem
 from grpo_dist.verifiers.golds import found
 from grpo_dist.verifiers.pool import VerifierPool
@@ -37,6 +39,18 @@ class Summary:
     errors: int = 0
     timeouts: int = 0
     first_error: str | None = None
+    seconds: array[float] = field(default_factory=lambda: array("d"))  # of each verdict
+    slowest: list[tuple[float, str]] = field(default_factory=list)  # (seconds, row id), slowest first
+
+    def lines(self) -> list[str]:
+        """For people."""
+        first = f"; the first: {self.first_error}" if self.first_error else ""
+        said = [f"{self.rows} rows, {self.correct} correct, {self.errors} without a verdict{first}"]
+        if self.rows:
+            p50, p99 = percentile(self.seconds, 0.5), percentile(self.seconds, 0.99)
+            rows = ", ".join(f"{name} ({seconds:.2g} s)" for seconds, name in self.slowest[:3])
+            said.append(f"one verdict took p50 {p50:.2g} s, p99 {p99:.2g} s; the slowest rows: {rows}")
+        return said
 
 
 def score_file(
@@ -80,6 +94,7 @@ async def _score(
             _count(summary, verdict)
             print(json.dumps(plain(verdict)), file=out)
         out.flush()
+        summary.slowest = list(pool.counts.slowest)
         return summary
     finally:
         await pool.close()
@@ -132,6 +147,7 @@ def _count(summary: Summary, verdict: Verdict) -> None:
     summary.correct += verdict.correct is True
     summary.errors += verdict.reward is None
     summary.timeouts += verdict.timed_out
+    summary.seconds.append(verdict.seconds)
     if verdict.reward is None and summary.first_error is None:
         summary.first_error = verdict.error
 

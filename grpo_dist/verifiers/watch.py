@@ -8,20 +8,23 @@
     watch/length_drift         mean completion length over that of the first steps
     watch/duplicates           share of completions that are word for word another one of their group
 
-Thresholds warn, once per sign until it is gone; nothing here changes training.
+Thresholds warn, once per sign until it is gone; nothing here changes training. Slow verdicts are a sign as well: the
+time of one (verify/seconds_p99) close to its limit means that the next ones will be masked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grpo_dist.config import VerifierUse
-from grpo_dist.metrics import Mean, Stats, Sum
+from grpo_dist.metrics import Mean, Stats, Sum, percentile
 from grpo_dist.types import ScoredGroup, Verdict
 
 FIRST_STEPS = 5  # of which lengths and gaps are the yardstick
 _SEEN_WORDS = 4000  # of a completion
+_SLOW_SHARE = 0.5  # of the time limit
 
 WARN = {"watch/audit_gap": 0.2, "watch/form_share": 0.5, "watch/repetition": 0.5, "watch/length_drift": 3.0}
 MEANING = {
@@ -73,6 +76,7 @@ class Watch:
 
     uses: Sequence[VerifierUse]
     lengths: list[float] = field(default_factory=list)  # of the first steps
+    timeout: float = math.inf  # seconds that one verdict may take
     warned: set[str] = field(default_factory=set)
 
     def look(self, groups: Sequence[ScoredGroup]) -> tuple[dict[str, float], list[str]]:
@@ -86,6 +90,28 @@ class Watch:
                 self.lengths.append(mean)
             values["watch/length_drift"] = mean / max(sum(self.lengths) / len(self.lengths), 1.0)
         high = {name for name, limit in WARN.items() if values.get(name, 0.0) > limit}
-        due = [MEANING[name].format(value=values[name]) for name in sorted(high - self.warned)]
-        self.warned = high
+        texts = {name: MEANING[name].format(value=values[name]) for name in high}
+        if slow := slow_verdicts(groups, self.timeout):
+            texts["verify/slow"] = slow
+        due = [texts[name] for name in sorted(set(texts) - self.warned)]
+        self.warned = set(texts)
         return values, due
+
+
+def slow_verdicts(groups: Sequence[ScoredGroup], timeout: float) -> str | None:
+    """What to say when one verdict in a hundred takes more than half of what it may; names the slowest."""
+    times = sorted(
+        (verdict.seconds, f"{group.rollout.prompt.id}/{index}")
+        for group in groups
+        for index, verdict in enumerate(group.verdicts)
+    )
+    if not times:
+        return None
+    p50, p99 = (percentile([seconds for seconds, _ in times], q) for q in (0.5, 0.99))
+    if p99 <= _SLOW_SHARE * timeout:
+        return None
+    slowest = ", ".join(f"{name} ({seconds:.2g} s)" for seconds, name in reversed(times[-3:]))
+    return (
+        f"verdicts take up to the limit: p50 {p50:.2g} s, p99 {p99:.2g} s of verifiers.timeout {timeout:g} s; "
+        f"the slowest: {slowest}"
+    )
