@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "maxrl": ("algorithm.advantage=maxrl",),
     "pass_at_k": ("algorithm.advantage=pass_at_k",),
 }  # fmt: skip
-LIMIT_SECONDS = 400
+LIMIT_SECONDS = 1000
 LAST = 5  # training steps whose mean is shown
 
 
