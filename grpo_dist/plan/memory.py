@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_dist.config import Recipe
+from grpo_dist.config import LoraSection, Recipe
 from grpo_dist.plan.batch import rank_share
 from grpo_dist.plan.shapes import ModelShape
 
@@ -84,40 +84,55 @@ def activation_bytes(shape: ModelShape, size: int, tokens: int, *, checkpointing
     return tokens * (shape.layers * layer + last)
 
 
-def head_bytes(shape: ModelShape, size: int, chunk_tokens: int) -> int:
+def head_bytes(shape: ModelShape, size: int, chunk_tokens: int, *, trained: bool = True) -> int:
     """Logits of a chunk (twice, fp32), the head's gradient as an fp32 sum and as it is handed on."""
-    return 2 * 4 * chunk_tokens * shape.vocab + (4 + size) * shape.embedding
+    return 2 * 4 * chunk_tokens * shape.vocab + ((4 + size) * shape.embedding if trained else 0)
+
+
+def adapter_parameters(shape: ModelShape, lora: LoraSection) -> int:
+    """A and B of every adapted linear layer: rank x (its inputs + its outputs). Experts are no linear layers."""
+    widths = {
+        "q_proj": shape.hidden + shape.query, "k_proj": shape.hidden + shape.key, "v_proj": shape.hidden + shape.key,
+        "o_proj": shape.query + shape.hidden,
+    }  # fmt: skip
+    if not shape.experts:
+        widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.hidden + shape.mlp)
+    chosen = [width for name, width in widths.items() if not lora.targets or name in lora.targets]
+    return shape.layers * lora.rank * sum(chosen)
 
 
 def learner_memory(recipe: Recipe, shape: ModelShape, *, parameters: int | None = None) -> LearnerMemory:
     """``parameters``: counted ones, where they are known better than by the shape's formula."""
     learner, zero, size = recipe.learner, recipe.learner.zero, BYTES[recipe.model.dtype]
     count = shape.parameters if parameters is None else parameters
-    shard = -(-count // learner.ranks)
+    lora = learner.lora.rank > 0
+    trained = adapter_parameters(shape, learner.lora) if lora else count
+    shard = -(-(count + (trained if lora else 0)) // learner.ranks)
+    own = -(-trained // learner.ranks)  # the part that has masters, moments and gradients
     longest = recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_tokens
     tokens = min(max(learner.micro_batch_tokens, longest), rank_share(recipe) * longest)
     stage3: dict[str, Any] = learner.deepspeed.get("zero_optimization", {})
     live = min(count, int(stage3.get("stage3_max_live_parameters", MAX_LIVE_PARAMETERS)))
     device = {"weights": 0 if zero.offload_parameters else size * shard}
     host = {"weights": size * shard} if zero.offload_parameters else {}
-    step = 4 * min(shard, int(stage3.get("sub_group_size", SUB_GROUP)))
+    step = 4 * min(own, int(stage3.get("sub_group_size", SUB_GROUP)))
     if zero.offload_optimizer:  # pinned copies, and gradients twice: as they are summed and as AdamW reads them
-        host |= {"master weights": 4 * shard, "Adam": 8 * shard, "gradients": 8 * shard}
+        host |= {"master weights": 4 * own, "Adam": 8 * own, "gradients": 8 * own}
         step = 0
     else:
-        device |= {"master weights": 4 * shard, "Adam": 8 * shard, "gradients": 4 * shard}
-    if recipe.algorithm.kl.beta > 0:
+        device |= {"master weights": 4 * own, "Adam": 8 * own, "gradients": 4 * own}
+    if recipe.algorithm.kl.beta > 0 and not lora:  # with LoRA the policy's own base is the reference
         place = host if zero.offload_parameters else device
         place["reference"] = size * shard
         if recipe.algorithm.kl.reference == "ema" and size < 4:
             place["reference's average"] = 4 * shard  # fp32, as learner/reference.py keeps it
     # Allocated whole at the start; on a CPU only what is written to takes memory.
-    bucket = min(count, zero.reduce_bucket_size) if recipe.weights.backend == "gloo" else zero.reduce_bucket_size
+    bucket = min(trained, zero.reduce_bucket_size) if recipe.weights.backend == "gloo" else zero.reduce_bucket_size
     backward = {
         "gathered layers": size * max(live, shape.largest_tensor),
         "reduce bucket": size * bucket,
         "activations": activation_bytes(shape, size, tokens, checkpointing=learner.gradient_checkpointing),
-        "logits and head": head_bytes(shape, size, learner.logprob_chunk_tokens),
+        "logits and head": head_bytes(shape, size, learner.logprob_chunk_tokens, trained=not lora),
     }
     # The optimizer's own copy of the gradient lives when activations are gone: only the larger of the two counts.
     short = step - backward["activations"] - backward["logits and head"]

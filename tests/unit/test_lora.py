@@ -195,3 +195,22 @@ def test_norms_and_biases_do_not_decay() -> None:
     flat.register_parameter("weight", shard)
     (only,) = parameter_groups(flat, OptimizerSection(weight_decay=0.3))  # a ZeRO-3 shard goes by its full shape
     assert only["weight_decay"] == 0.3
+
+
+def test_adapters_are_counted_before_anything_is_loaded(folder: Path) -> None:
+    from grpo_dist.plan.memory import adapter_parameters, learner_memory
+    from grpo_dist.plan.shapes import shape_of_folder
+
+    shape = shape_of_folder(folder)
+    for section in (SECTION, LoraSection(rank=3, targets=("q_proj", "down_proj"))):
+        model = base(folder)
+        add_adapter(model, section, seed=0)
+        assert adapter_parameters(shape, section) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sections: dict[str, Any] = {"algorithm": {"kl": {"beta": 0.1}}}
+    whole = learner_memory(Recipe.model_validate(tiny_recipe(**sections)), shape)
+    recipe = Recipe.model_validate(tiny_recipe(learner={"lora": {"rank": 4}}, **sections))
+    small = learner_memory(recipe, shape)
+    assert small.device["Adam"] == 8 * adapter_parameters(shape, SECTION)
+    assert small.device["Adam"] < whole.device["Adam"] / 4
+    assert "reference" in whole.device
+    assert "reference" not in small.device
