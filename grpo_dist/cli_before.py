@@ -13,6 +13,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command."""
     app.command()(plan)
+    app.command()(doctor)
 
 
 def plan(
@@ -27,3 +28,13 @@ def plan(
     from grpo_dist import planner
 
     return planner.plan(words, cluster=cluster, gpu_memory=gpu_memory, as_json=as_json)
+
+
+def doctor(
+    cluster: Annotated[Path | None, typer.Option(help="Cluster file: look at the place it names.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Is this machine, and the cluster, fit for a run? What to do about what is not."""
+    from grpo_dist.doctor.verb import doctor as look
+
+    return look(cluster=cluster, as_json=as_json)

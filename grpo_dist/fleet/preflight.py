@@ -180,6 +180,20 @@ async def preflight(
             reservation.free()
 
 
+async def among(probes: Sequence[Place], *, backend: Literal["nccl", "gloo"], seconds: float) -> str:
+    """Every probe to every other, and an all-reduce over all of them: for probes that somebody else has placed.
+
+    Returns:
+        One sentence. Raises GrpoDistError as `preflight` does.
+    """
+    facts = await _ask(probes, "facts", [()] * len(probes), "starting a probe", seconds)
+    for one, said in zip(probes, facts, strict=True):
+        one.facts = said
+    await _reach(probes, seconds)
+    rates = await _collective("all-reduce", probes, 0, backend, seconds)
+    return f"{len(probes)} nodes reach each other; all-reduce over {backend} {min(rates) / 1e9:.2g} GB/s"
+
+
 def version_problems(probes: Sequence[Place]) -> list[str]:
     """One line per probe whose packages differ from the first one's."""
     first = probes[0]
