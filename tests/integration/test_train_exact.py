@@ -9,6 +9,7 @@ import pytest
 
 from grpo_dist.train import run
 from tests.integration.runs import events, metrics, recipe_for, rollouts
+from tests.unit.test_tracking import history, stored_records
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster")]
 
@@ -89,10 +90,25 @@ def test_an_engine_of_two_ranks(out: Path, tiny_model: Path) -> None:
     assert_engines_hold_the_learners_weights(train(out, tiny_model, shape("tensor-parallel", tensor_parallel=2)))
 
 
-def test_with_learning_rate_zero_nothing_moves(out: Path, tiny_model: Path) -> None:
+def test_with_learning_rate_zero_nothing_moves(
+    out: Path, tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the sign of a gamed reward in this run (form pays, answers are wrong) is told everywhere."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     sections = shape("frozen", run={"name": "frozen", "steps": 5}, algorithm={"kl": {"beta": 0.1}})
     sections["learner"] = {"learning_rate": 0.0}
+    form = {"name": "regex", "pattern": r"\d.*\d", "match": "search"}
+    sections["verifiers"] = {"use": [{"name": "exact"}, form, {"name": "exact", "label": "audited", "audit": 1.0}]}
+    sections["tracking"] = {"wandb": {"mode": "offline"}}
     folder = train(out, tiny_model, sections)
+    warning = "100% of the reward goes to wrong answers: gate it with `requires`"
+    assert f"warning: {warning}" in capfd.readouterr().out
+    assert [e["text"] for e in events(folder, "warning")].count(warning) == 1
+    kept = [one for file in folder.glob("wandb/*run-*/*.wandb") for one in stored_records(file)]
+    assert f"step 1: {warning}" in [one.alert.text for one in kept if one.WhichOneof("record_type") == "alert"]
+    first = next(row for row in history(folder) if row["step"] == 1 and "train/loss" in row)
+    for name in ("audit_gap", "audited", "form_share", "repetition", "length_drift", "duplicates"):
+        assert first[f"watch/{name}"] == pytest.approx(metrics(folder)[0][f"watch/{name}"])
     rows = metrics(folder)
     assert len(rows) == 5
     for row in rows:
@@ -106,14 +122,21 @@ def test_with_learning_rate_zero_nothing_moves(out: Path, tiny_model: Path) -> N
 def test_one_version_behind_while_weights_arrive_in_flight(out: Path, tiny_model: Path) -> None:
     """k = 1: publications cut completions, spans name the versions, none is more than one behind, none is lost.
 
-    That each span's log-probabilities are those of its version is held by test_transfer.
+    That each span's log-probabilities are those of its version is held by test_transfer. Each step makes two passes of two
+    mini-batches with a reference that follows: one publication a step all the same.
     """
     sections = shape("in-flight", run={"name": "in-flight", "steps": 6})
     sections["rollout"] |= {"max_staleness": 1, "sampling": {"max_tokens": 200, "stop": []}}
     sections["data"] = {"max_prompt_tokens": 16}
-    sections["learner"] = {"learning_rate": 1e-3, "micro_batch_tokens": 2048}
+    sections["learner"] = {"learning_rate": 1e-3, "micro_batch_tokens": 2048, "updates_per_batch": 2, "epochs": 2}
+    sections["algorithm"] = {"kl": {"beta": 0.05, "reference": "refresh", "refresh_every": 3}}
     folder = train(out, tiny_model, sections)
     rows = metrics(folder)
+    assert [(row["train/updates"], row["train/skipped"]) for row in rows] == [(4, 0)] * 6
+    assert [e["version"] for e in events(folder, "published")] == list(range(7))
+    assert max(row["train/ratio_max"] for row in rows) > 1.01  # the later updates are off the policy that sampled
+    assert all(row["train/tokens"] == 2 * row["rollout/completion_tokens"] for row in rows)
+    assert rows[0]["mismatch/logprob_abs_max"] < 1e-4  # of the first update alone
     assert max(row["rollout/staleness_max"] for row in rows) == 1
     assert max(row["rollout/mixed_version_fraction"] for row in rows) > 0  # some were cut
     samples = [row for step in rollouts(folder) for row in step]

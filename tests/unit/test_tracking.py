@@ -94,6 +94,7 @@ def test_disabled_tracks_nothing(recipe: Recipe, tmp_path: Path) -> None:
     tracker = open_tracker(off, tmp_path)
     tracker.log(1, {"x": 1.0})
     tracker.table("t", 1, ["a"], [[1]])
+    tracker.alert(1, "x")
     tracker.close()
     assert isinstance(tracker, NullTracker)
     assert not (tmp_path / "wandb").exists()
@@ -106,12 +107,14 @@ def test_rows_out_of_order_are_all_kept_over_a_resume(open_one: Callable[..., Wa
     first.log(4, {"eval/pass@1": 0.4})
     first.table("eval/samples", 4, ["prompt", "completion"], [["1+1=", "#2"]])
     first.log(6, {"train/loss": 0.6})
+    first.alert(6, "it smells")
     first.close()
     second = open_one(run_id=first.run_id)
     assert second.run_id == first.run_id
     second.log(6, {"train/loss": 0.66})
     second.log(4, {"eval/pass@1": 0.44})
     second.table("eval/samples", 4, ["prompt", "completion"], [["1+1=", "#3"]])
+    second.alert(6, "again")
     second.log(7, {"train/loss": 0.7})
     second.close()
 
@@ -119,7 +122,10 @@ def test_rows_out_of_order_are_all_kept_over_a_resume(open_one: Callable[..., Wa
     assert [(r["step"], r.get("train/loss"), r.get("eval/pass@1")) for r in rows] == [
         (5, 0.5, None), (4, None, 0.4), (4, None, None), (6, 0.6, None), (7, 0.7, None),
     ]  # fmt: skip
-    assert [r["_step"] for r in rows] == [1, 2, 3, 4, 5]  # W&B's own counter goes on: no row falls on another
+    assert [r["_step"] for r in rows] == [1, 2, 3, 4, 6]  # W&B's own counter goes on: no row falls on another
+    alerts = [one.alert.text for file in tmp_path.glob("wandb/*run-*/*.wandb") for one in stored_records(file)
+              if one.WhichOneof("record_type") == "alert"]  # fmt: skip
+    assert alerts == ["step 6: it smells"]
     assert rows[2]["eval/samples._type"] == "table-file"
     assert run_ids(tmp_path) == {first.run_id}
 

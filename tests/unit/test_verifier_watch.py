@@ -67,6 +67,27 @@ def test_warnings_come_once_until_the_sign_is_gone() -> None:
     assert watch.look([])[1] == []
 
 
+def test_each_sign_warns_in_words_that_say_what_to_do() -> None:
+    gamed = group(("a", Verdict(1.0, False, {"format": 1.0, "numeric": 0.0})))
+    assert Watch(USES).look([gamed])[1] == [
+        "the reward is 1.00 higher than the audit verifiers say: it may be gamed",
+        "100% of the reward goes to wrong answers: gate it with `requires`",
+    ]
+
+
+def test_slow_verdicts_are_named() -> None:
+    quick = [("a", Verdict(1.0, True, seconds=0.01))] * 99
+    slow = [("a", Verdict(1.0, True, seconds=3.0)), ("a", Verdict(None, error="x", seconds=4.0, timed_out=True))]
+    watch = Watch(USES, timeout=4.0)
+    assert watch.look([group(*quick)])[1] == []
+    assert watch.look([group(*quick, *slow)])[1] == [
+        "verdicts take up to the limit: p50 0.01 s, p99 3 s of verifiers.timeout 4 s; "
+        "the slowest: p/100 (4 s), p/99 (3 s), p/98 (0.01 s)"
+    ]
+    assert watch.look([group(*quick, *slow)])[1] == []
+    assert watch.look([])[1] == []
+
+
 def test_an_audit_does_not_change_the_reward() -> None:
     audited = build([VerifierUse(name="exact"), VerifierUse(name="numeric", audit=1.0)])
     verdict = audited.judge(VerifyItem("x", "?", r"\boxed{4}", "stop", "4"))
