@@ -39,10 +39,20 @@ def _many_errors(values: Values) -> str | None:
     return f"{errors:.0f} verdicts of this step failed and were masked; the rollout file of the step says why (error)"
 
 
+def _nothing_remembered(values: Values) -> str | None:
+    if values.get("rollout/prompts_visited", 1.0) > 0:
+        return None
+    return (
+        "algorithm.filters.difficulty has nothing to go by: no verifier says whether an answer is correct, "
+        "so no prompt will ever rest; use one that does (docs/verifiers.md), or set difficulty.patience: 0"
+    )
+
+
 RULES: dict[str, Callable[[Values], str | None]] = {
     "truncated": _all_truncated,
     "no_spread": _no_spread,
     "errors": _many_errors,
+    "difficulty": _nothing_remembered,
 }
 
 
