@@ -18,25 +18,12 @@ from grpo_dist.data.batching import empty_micro_batch
 from grpo_dist.errors import SelfCheckError, UserError
 from grpo_dist.types import Sample
 from tests.integration.learner_probe import Group, samples, with_behavior
+from tests.integration.plain_learner import plain_logprobs, plain_model, relative
 
 pytestmark = pytest.mark.ray
 
 
 # --- the plain way --------------------------------------------------------------------------------------------------
-
-
-def plain_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
-
-
-def plain_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-    """(T,) with 0 for the first token."""
-    ids = torch.tensor(sample.token_ids)
-    logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
-    logp = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None])[:, 0]
-    return torch.cat([torch.zeros(1), logp])
 
 
 def plain_loss(model: Any, batch: Sequence[Sample]) -> torch.Tensor:
@@ -55,13 +42,6 @@ def plain_gradients(path: Path, batch: Sequence[Sample]) -> dict[str, np.ndarray
     model = plain_model(path)
     plain_loss(model, batch).backward()
     return {name: p.grad.numpy() for name, p in model.named_parameters()}
-
-
-def relative(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
-    """|difference| / |wanted| over all parameters together."""
-    assert found.keys() == wanted.keys()
-    difference = np.sqrt(sum(((found[n].astype(np.float64) - wanted[n]) ** 2).sum() for n in wanted))
-    return float(difference / np.sqrt(sum((wanted[n].astype(np.float64) ** 2).sum() for n in wanted)))
 
 
 # --- groups that never train: their weights stay those of the folder ------------------------------------------------
@@ -239,11 +219,13 @@ def test_learning_rate_0_changes_nothing(still: Group, sixty_four) -> None:
 
 
 def test_steps_equal_those_of_plain_adamw(moving: Group, tiny_model: Path, sixty_four) -> None:
-    """Three steps with clipping, weight decay, warm-up and the KL penalty; then the KL is above 0."""
+    """Three steps with clipping, weight decay (not of norms), warm-up and the KL penalty; then the KL is above 0."""
     behaviour = with_behavior(sixty_four, moving.logprobs(moving.batch(sixty_four)))
     batch = moving.batch(behaviour, 300)
     model, reference = plain_model(tiny_model), plain_model(tiny_model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.99), weight_decay=0.01)
+    norms, matrices = ([p for p in model.parameters() if (p.dim() == 1) is vector] for vector in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.99))
     count = batch.loss_tokens
     for step, rate in ((1, 0.5e-3), (2, 1e-3), (3, 1e-3 * 7 / 8)):
         seen = moving.update(batch)
