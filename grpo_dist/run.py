@@ -35,7 +35,7 @@ from grpo_dist.rollout.selection import Difficulty, StepGroups, select
 from grpo_dist.signals import STOP_SIGNALS, StopSignals
 from grpo_dist.step_clock import StepClock, weight_metrics
 from grpo_dist.types import RunState, Sample, ScoredGroup, TrainBatch, WeightUpdate
-from grpo_dist.verifiers.watch import FIRST_STEPS, Watch
+from grpo_dist.verifiers.watch import FIRST_STEPS, Watch, refuse_errors
 
 
 class Run:
@@ -148,22 +148,13 @@ class Run:
         self.console.waiting("rollouts", lambda: _window_text(pipeline))
 
         def look(seen: Sequence[ScoredGroup], trained: int) -> None:
-            self._refuse_failed_verdicts(seen)
+            refuse_errors(seen, self.recipe.verifiers.max_error_rate, self.state.step + 1)
             if self.recipe.algorithm.filters.zero_variance == "refill" and trained < wanted:
                 self.console.waiting(
                     f"more rollouts: {trained} of {wanted} groups have spread", lambda: _window_text(pipeline)
                 )
 
         return await select(pipeline, self.recipe.rollout, self.recipe.algorithm.filters, look)
-
-    def _refuse_failed_verdicts(self, groups: Sequence[ScoredGroup]) -> None:
-        failed = [v for g in groups for v in g.verdicts if v.reward is None]
-        total = sum(len(g.verdicts) for g in groups)
-        if len(failed) > self.recipe.verifiers.max_error_rate * total:
-            raise GrpoDistError(
-                f"{len(failed)} of {total} verdicts of step {self.state.step + 1} failed, more than "
-                f"verifiers.max_error_rate = {self.recipe.verifiers.max_error_rate}; the first: {failed[0].error}"
-            )
 
     async def learn(self, batches: Sequence[TrainBatch]) -> Stats:
         """One optimizer update per batch.

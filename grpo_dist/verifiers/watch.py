@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grpo_dist.config import VerifierUse
+from grpo_dist.errors import GrpoDistError
 from grpo_dist.metrics import Mean, Stats, Sum, percentile
 from grpo_dist.types import ScoredGroup, Verdict
 
@@ -68,6 +69,19 @@ def _audit_gaps(verdicts: Sequence[Verdict], uses: Sequence[VerifierUse]) -> lis
         if said and verdict.reward is not None:
             gaps.append(verdict.reward / scale - sum(said) / len(said))
     return gaps
+
+
+def refuse_errors(groups: Sequence[ScoredGroup], limit: float, step: int) -> None:
+    """Raises GrpoDistError, with the first cause, when more than this share of a step's verdicts failed."""
+    failed = [(g, i) for g in groups for i, verdict in enumerate(g.verdicts) if verdict.reward is None]
+    total = sum(len(group.verdicts) for group in groups)
+    if len(failed) <= limit * total:
+        return
+    group, index = failed[0]
+    raise GrpoDistError(
+        f"{len(failed)} of {total} verdicts of step {step} failed, more than verifiers.max_error_rate = {limit}; "
+        f"the first ({group.rollout.prompt.id}/{index}): {group.verdicts[index].error}"
+    )
 
 
 @dataclass(slots=True)

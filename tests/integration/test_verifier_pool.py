@@ -117,7 +117,9 @@ def test_close_leaves_no_child() -> None:
 TOWER = r"\boxed{7^{7^{7^{7}}}}"
 
 
-def test_one_endless_answer_holds_up_nobody() -> None:
+def test_one_endless_answer_among_a_thousand_holds_up_nobody() -> None:
+    """The others are all back before it is given up, none is charged for it, and memory stays where it was."""
+
     async def body(pool: VerifierPool) -> None:
         done: list[str] = []
 
@@ -126,14 +128,56 @@ def test_one_endless_answer_holds_up_nobody() -> None:
             done.append(name)
             return verdict
 
-        verdicts = await asyncio.gather(one(TOWER, "tower"), *(one(r"\boxed{4}", f"easy {i}") for i in range(9)))
+        calls = [one(r"\boxed{4}", f"easy {i}") for i in range(999)]
+        verdicts = await asyncio.gather(one(TOWER, "tower"), *calls)
         assert done[-1] == "tower"
+        assert len(done) == 1000
         assert verdicts[0].reward is None
         assert verdicts[0].timed_out
-        assert "no verdict within 3 s" in (verdicts[0].error or "")
-        assert [verdict.reward for verdict in verdicts[1:]] == [1.0] * 9
+        assert "no verdict within 6 s" in (verdicts[0].error or "")
+        assert [verdict.reward for verdict in verdicts[1:]] == [1.0] * 999
+        assert pool.counts.timeouts == 1
+        assert pool.counts.started <= 3  # the tower's child, one beside it, and one more after it
 
-    run(body, [{"name": "math"}], timeout=3.0)
+    run(body, [{"name": "math"}], timeout=6.0)
+
+
+HANGS: dict[str, dict[str, Any]] = {
+    "regex": {"name": "regex", "pattern": "(a+)+$"},
+    "exact": {"name": "exact", "pattern": "((?:a+)+)$"},
+    "json_schema": {"name": "json_schema", "schema": {"type": "string", "pattern": "^(a+)+$"}},
+    "command": {"name": "command:/bin/sh -c 'grep -q aaaa && sleep 1000; echo true'"},
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_verifier_that_hangs(name: str) -> None:
+    """Beside `math` above, `python:` below, and `code` and `judge`, which end before the pool's own limit."""
+    hang = '"' + "a" * 40 + '!"' if name == "json_schema" else "a" * 40 + "!"
+
+    async def body(pool: VerifierPool) -> None:
+        verdicts = await pool.score([item(hang), item('"aaa"' if name == "json_schema" else "aaa", "aaa")])
+        assert (verdicts[0].reward, verdicts[0].timed_out) == (None, True)
+        assert verdicts[1].reward == 1.0
+        assert len(pool.pids) <= 1
+
+    run(body, [HANGS[name]], timeout=1.0)
+
+
+def test_quick_items_behind_a_stuck_one_are_taken_back() -> None:
+    """A child is given several quick items ahead; the ones behind a stuck one are neither charged nor lost."""
+
+    async def body(pool: VerifierPool) -> None:
+        await pool.score([item("1")] * 50)  # the pool learns that verdicts are quick
+        code = ["1"] * 20 + ["time.sleep(1000)"] + ["1"] * 40
+        (child,) = pool.pids
+        verdicts = await pool.score([item(text, name=str(i)) for i, text in enumerate(code)])
+        assert [verdict.timed_out for verdict in verdicts] == [i == 20 for i in range(61)]
+        assert [verdict.reward for verdict in verdicts] == [None if i == 20 else 1.0 for i in range(61)]
+        assert pool.counts.verdicts == 111
+        assert child not in pool.pids
+
+    run(body, [{"name": "python:pool_rewards:do"}], timeout=2.0)
 
 
 def test_stuck_children_are_replaced_and_the_pool_is_its_size_again() -> None:

@@ -85,7 +85,9 @@ def run_folder(tmp_path: Path) -> Path:
     )
     judge = build(recipe.verifiers.use)
     groups = []
-    for number, texts in enumerate((["4", "5", r"\boxed{4}", r"\boxed{10^{6000}}"], ["4"] * 4, ["5", "4", "4", ""])):
+    for number, texts in enumerate(
+        (["4", "5", r"\boxed{4}", r"\boxed{10^{6000}}"], [r"\boxed{20000!}", *["4"] * 3], ["5", "4", "4", ""])
+    ):
         completions = tuple(
             Completion((1,) * (i + 1), (-0.1,) * (i + 1), text, "stop", (VersionSpan(0, 0, i + 1),))
             for i, text in enumerate(texts)

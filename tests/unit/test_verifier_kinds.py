@@ -224,7 +224,7 @@ KINDS: list[tuple[str, Any, dict[str, Any]]] = [
     ("exact", "4", {}), ("exact", "4", {"after": "#", "pattern": "(x)"}), ("numeric", 4, {}),
     ("math", r"\frac12", {}), ("choice", "B", {}),
     ("format", None, {}), ("regex", None, {"pattern": "^never$"}), ("json_schema", None, {"schema": SCHEMA}),
-    ("reasoning_gym", "4", {}),
+    ("reasoning_gym", "4", {}), ("length", None, {"max_tokens": 100, "buffer_tokens": 20}),
 ]  # fmt: skip
 
 
@@ -245,3 +245,44 @@ def test_a_gold_of_the_wrong_type_is_refused_at_load_and_an_error_later(name: st
     verdict = one.judge(VerifyItem("x", "?", "4", "stop", gold))
     assert verdict.reward is None
     assert "gold" in (verdict.error or "")
+
+
+@pytest.mark.parametrize("completion", JUNK, ids=lambda text: ascii(text)[:12])
+def test_junk_reaches_users_code_as_it_is(completion: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "junk_rewards.py").write_text("def size(item): return float(len(item.completion))\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert judged("python:junk_rewards:size", completion, high=1e9).reward == len(completion)
+    program = tmp_path / "size.py"
+    program.write_text("import json, sys\nprint(len(json.load(sys.stdin)['completion']))\n")
+    assert judged(f"command:{sys.executable} {program}", completion, high=1e9).reward == len(completion)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "part", "why"),
+    [
+        ("python:junk_rewards:raises", {}, None, "ZeroDivisionError"),
+        ("python:junk_rewards:absurd", {}, None, "outside its declared range [0.0, 1.0]"),
+        ("python:junk_rewards:absurd", {"low": 0, "high": 2}, 1.5, None),
+        ("python:junk_rewards:nothing", {}, None, "no verifier applies to this row"),
+    ],
+)
+def test_ranges_and_exceptions(
+    name: str, options: dict[str, Any], part: float | None, why: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "junk_rewards.py").write_text(
+        "def raises(item): return 1 / 0\ndef absurd(item): return 1.5\ndef nothing(item): return None\n"
+    )
+    sys.modules.pop("junk_rewards", None)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    verdict = judged(name, "x", **options)
+    assert verdict.reward == part
+    assert (why or "") in (verdict.error or "")
+    sys.modules.pop("junk_rewards", None)
+
+
+def test_three_ways_to_write_a_gold_are_one() -> None:
+    """g5: 3, "3" and 3.0 score 1 for a boxed 3, with the default verifiers of numbers."""
+    for name in ("numeric", "math"):
+        for gold in (3, "3", 3.0, "3.0"):
+            assert judged(name, r"\boxed{3}", gold).reward == 1.0

@@ -179,3 +179,24 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(RecipeError, match=why):
             build([VerifierUse.model_validate({"name": "judge", "url": "http://x", "model": "m"} | options)])
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward", "correct"),
+    [('{"score": 1, "correct": true}', 1.0, True), ('{"score": 0, "correct": false}', 0.0, False), ('{"score": 0.5}', 0.5, None)],
+)  # fmt: skip
+def test_right_wrong_and_neither(server: Server, reply: str, reward: float, correct: bool | None) -> None:
+    verdict = judged(server, reply)
+    assert (verdict.reward, verdict.correct) == (reward, correct)
+
+
+@pytest.mark.parametrize("completion", ["", "\x00\x01", "\ud800", "x" * 1_000_000, "$completion ${x} $"])
+def test_any_text_is_asked_about_as_it_is(server: Server, completion: str) -> None:
+    assert judged(server, GOOD, completion=completion).reward == 0.75
+    assert completion in server.asked[0]["messages"][1]["content"]
+
+
+def test_a_needed_answer_is_missed_at_load() -> None:
+    use = VerifierUse.model_validate({"name": "judge", "url": "http://x", "model": "m", "needs_answer": True})
+    assert build([use]).gold_problem(None) is not None
+    assert build([use]).gold_problem("4") is None

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from grpo_dist.config import VerifierUse
+from grpo_dist.errors import GrpoDistError
 from grpo_dist.types import Completion, GroupRequest, Prompt, RolloutGroup, ScoredGroup, Verdict, VerifyItem
 from grpo_dist.verifiers.registry import build
-from grpo_dist.verifiers.watch import Watch, repetition, watch_metrics
+from grpo_dist.verifiers.watch import Watch, refuse_errors, repetition, watch_metrics
 
 USES = [VerifierUse(name="format"), VerifierUse(name="numeric", audit=0.5)]
 
@@ -73,6 +74,23 @@ def test_each_sign_warns_in_words_that_say_what_to_do() -> None:
         "the reward is 1.00 higher than the audit verifiers say: it may be gamed",
         "100% of the reward goes to wrong answers: gate it with `requires`",
     ]
+
+
+@pytest.mark.parametrize(
+    ("failed", "limit", "stops"), [(0, 0.0, False), (1, 0.0, True), (2, 0.5, False), (3, 0.5, True)]
+)
+def test_a_step_with_too_many_errors_stops_with_the_first_cause(failed: int, limit: float, stops: bool) -> None:
+    bad = [("a", Verdict(None, error=f"OSError: disk {i}")) for i in range(failed)]
+    groups = [group(*[("a", Verdict(0.0, False))] * (4 - failed), *bad)]
+    if stops:
+        with pytest.raises(GrpoDistError) as error:
+            refuse_errors(groups, limit, 7)
+        assert str(error.value) == (
+            f"{failed} of 4 verdicts of step 7 failed, more than verifiers.max_error_rate = {limit}; "
+            f"the first (p/{4 - failed}): OSError: disk 0"
+        )
+    else:
+        refuse_errors(groups, limit, 7)
 
 
 def test_slow_verdicts_are_named() -> None:
