@@ -9,6 +9,7 @@ rank that fails in a collective is of no more use, nor are its peers: the driver
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import socket
 import struct
@@ -16,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +76,8 @@ class LearnerRank:
 
             self._policy = Zero3Policy(spec)
             checks = self._policy.self_check()
+            if spec.rank == 0:
+                threading.Thread(target=_load_sending_code, name="load sender", daemon=True).start()
             return {"rank": spec.rank, "pid": os.getpid(), "node": node_address(), "checks": checks}
 
     def update(self, batches: Sequence[RankBatch]) -> Stats:
@@ -219,3 +222,11 @@ def use_node_interface() -> None:
         if socket.inet_ntoa(answer[20:24]) == wanted:
             os.environ["GLOO_SOCKET_IFNAME"] = name
             return
+
+
+def _load_sending_code() -> None:
+    """vllm takes seconds to import. The engines take longer to start than a rank, so that it can be done meanwhile;
+    what goes wrong here is raised where the sender is made."""
+    with suppress(ImportError):
+        importlib.import_module("grpo_dist.weights.sender")
+        importlib.import_module("vllm.distributed.weight_transfer.factory")
