@@ -106,7 +106,7 @@ class Watch:
         high = {name for name, limit in WARN.items() if values.get(name, 0.0) > limit}
         texts = {name: MEANING[name].format(value=values[name]) for name in high}
         if slow := slow_verdicts(groups, self.timeout):
-            texts["verify/slow"] = slow
+            texts["slow verdicts"] = slow
         due = [texts[name] for name in sorted(set(texts) - self.warned)]
         self.warned = set(texts)
         return values, due
