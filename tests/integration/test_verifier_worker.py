@@ -175,9 +175,9 @@ def test_lost_scorers_are_replaced_and_every_sample_has_one_verdict(
     def event(kind: str, **keys: Any) -> None:
         seen.append((kind, keys.get("worker", keys.get("text", ""))))
 
-    async def score(fleet: Fleet, disturb: Callable[[], Awaitable[None]]) -> None:
+    async def score(fleet: Fleet, seconds: float, disturb: Callable[[], Awaitable[None]]) -> None:
         calls = [asyncio.ensure_future(fleet.score(group(number, texts))) for number in range(12)]
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(seconds)
         await disturb()
         for number, scored in enumerate(await asyncio.gather(*calls)):
             assert scored.group_id == number
@@ -213,10 +213,10 @@ def test_lost_scorers_are_replaced_and_every_sample_has_one_verdict(
                     await asyncio.sleep(0.1)
 
         try:
-            await score(fleet, kill_verifier_and_child)
+            await score(fleet, 0.4, kill_verifier_and_child)
             await size(pool, 2)
             assert list(pool.members) == ["verifier-1", "verifier-2"]
-            await score(fleet, kill_reward_model)
+            await score(fleet, 0.0, kill_reward_model)
             await size(reward, 1)
             assert list(reward.members) == ["reward-0-1"]
             assert fleet.scoring.restarts.count == 2
