@@ -19,8 +19,16 @@ from grpo_dist.errors import GrpoDistError, UserError
 from grpo_dist.recipe_file import find_recipe, load_recipe, placed, recipe_description, shipped_recipes
 from grpo_dist.recipe_keys import recipe_keys
 
+
+def _leave(status: object, **_: object) -> None:
+    """What a verb returns is the exit status; typer itself would forget it."""
+    if isinstance(status, int):
+        raise typer.Exit(status)
+
+
 app = typer.Typer(
     name="grpo-dist",
+    result_callback=_leave,
     help="Distributed GRPO: Ray actors, vLLM rollouts, DeepSpeed ZeRO-3 learners.",
     no_args_is_help=True,
     add_completion=False,

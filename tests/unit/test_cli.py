@@ -183,9 +183,9 @@ class TestCheck:
         assert "did you mean 'exact'?" in err
 
     def test_problems_as_json(self, capfd: pytest.CaptureFixture[str], recipe_file: Path) -> None:
-        status, out, _ = run(capfd, "check", str(recipe_file), "learner.rank=1", "--json")
+        status, out, _ = run(capfd, "check", str(recipe_file), "learner.rnks=1", "--json")
         assert status == 2
-        assert json.loads(out)["problems"][0].endswith("learner.rank: unknown key; did you mean learner.ranks?")
+        assert json.loads(out)["problems"][0].endswith("learner.rnks: unknown key; did you mean learner.ranks?")
 
     def test_a_prompt_budget_beyond_the_context(self, capfd: pytest.CaptureFixture[str], recipe_file: Path) -> None:
         status, _, err = run(capfd, "check", str(recipe_file), "data.max_prompt_tokens=510")
@@ -227,6 +227,17 @@ class TestCheck:
         assert "256 held out" in out
         assert "302,720" in out
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 85, 130])
+def test_what_a_verb_returns_is_the_exit_status(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As `logs -f` and `submit --wait` do: they end with the run's own code."""
+    from grpo_dist.submit import verbs
+
+    monkeypatch.setattr(verbs, "logs", lambda run, **options: code)
+    assert run(capfd, "logs", "some-run", "-f")[0] == code
 
 
 def test_the_command_is_installed() -> None:
