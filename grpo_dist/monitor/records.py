@@ -40,6 +40,7 @@ MAY_CHANGE = (
     "rollout.placement",
     "verifiers.workers",
     "verifiers.placement",
+    "verifiers.reward_model",
     "learner.ranks",
     "learner.zero",
     "learner.deepspeed",
