@@ -41,7 +41,8 @@ def _common(spec: LearnerSpec) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "train_batch_size": spec.world,
         "bf16": {"enabled": spec.model.dtype == "bfloat16"},
-        "fp16": {"enabled": spec.model.dtype == "float16"},
+        # Halved at the first overflow, not at the second: a batch is tried again until its gradients fit.
+        "fp16": {"enabled": spec.model.dtype == "float16", "hysteresis": 1},
         "steps_per_print": None,
     }
 

@@ -1,4 +1,4 @@
-"""``learner.deepspeed`` is merged into DeepSpeed's configuration; what would make the gradient or its version wrong is refused."""
+"""Raw options of DeepSpeed and vLLM: merged where they are harmless, refused where a gradient or a probability would be wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from grpo_dist.config import LearnerSection, ModelSection
+from grpo_dist.config import LearnerSection, ModelSection, RolloutSection
 from grpo_dist.learner.ds_config import policy_config, reference_config
 from tests.unit.test_learner_spec import spec
 
@@ -64,3 +64,9 @@ def test_float16_halves_its_scale_at_the_first_overflow() -> None:
     assert policy_config(spec(dtype="float16"))["data_types"] == {"grad_accum_dtype": "fp32"}
     assert policy_config(spec())["fp16"]["enabled"] is False
     assert ModelSection(path="m", dtype="float16").dtype == "float16"
+
+
+@pytest.mark.parametrize("key", ["logprobs_mode", "generation_config", "dtype", "seed", "tensor_parallel_size"])
+def test_what_makes_engine_and_learner_agree_cannot_be_set_for_the_engine_alone(key: str) -> None:
+    with pytest.raises(ValidationError, match=rf"engine\.{key} is set by grpo_dist and cannot be given"):
+        RolloutSection(engine={key: "raw_logprobs"})
