@@ -147,6 +147,15 @@ class TestLearnerMemory:
         ema = {"kl": {"beta": 0.1, "reference": "ema", "ema": 0.01}}  # its average is kept in fp32
         assert learner_memory(large(algorithm=ema), EIGHT).device["reference's average"] == 4 * 1_023_841_920
 
+    def test_lora_trains_adapters_alone(self) -> None:
+        """Rank 16: 36 layers x 16 x (q 8192 + k 5120 + v 5120 + o 8192 + three of the MLP 16384 each)."""
+        found = learner_memory(large(learner={"lora": {"rank": 16}}, algorithm={"kl": {"beta": 0.1}}), EIGHT)
+        assert found.device["Adam"] == 36 * 16 * (26_624 + 49_152)  # 8 bytes, 8 ranks
+        assert found.device["weights"] == 2 * 1_023_841_920
+        assert "reference" not in found.device
+        only = learner_memory(large(learner={"lora": {"rank": 16, "targets": ["q_proj"]}}), EIGHT)
+        assert only.device["Adam"] == 36 * 16 * 8192
+
     def test_a_step_that_is_larger_than_the_backward_pass_counts(self) -> None:
         one = large(learner={"micro_batch_tokens": 64, "logprob_chunk_tokens": 1}, data={"max_prompt_tokens": 8})
         few = Recipe.model_validate(
