@@ -5,6 +5,8 @@
 math        answers that need math-verify (no number or word decides them early). Four sides, each in fresh processes:
             one process that calls math-verify in a loop; as many such loops as workers, at once (what this machine can
             give); one process that calls our `math` in a loop; and the pool, its start not counted.
+            Beside the rates, CPU time per answer (the pool's with its own process): what idle cores would give, also on
+            a machine that is busy with other things.
 cheap       `exact` in batches of 16 through the pool, and through the Ray actor: a verdict's time beyond its own.
 endless     the same answers with one among them that never ends: when the others were back, and the memory meanwhile.
 """
@@ -13,14 +15,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import logging
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,55 +64,75 @@ def items(rows: Sequence[tuple[str, str]]) -> list[VerifyItem]:
     return [VerifyItem(str(i), "?", text, "stop", gold) for i, (text, gold) in enumerate(rows)]
 
 
-def bare(side: str, rows: int) -> float:
-    """Answers per second of a loop in this process; run by ``loops`` in fresh ones."""
+def bare(side: str, rows: int) -> tuple[float, float]:
+    """(answers per second, CPU seconds per answer) of a loop in this process; run by ``loops`` in fresh ones."""
     made = math_rows(rows)
     if side == "math-verify":
         from math_verify import parse, verify
 
-        parse("$1$")
-        began = time.perf_counter()
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off
+        parse("$1$", parsing_timeout=None)
+        began, cpu = time.perf_counter(), time.process_time()
         for text, gold in made:
             verify(parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None)
     else:
         judge = build([VerifierUse(name="math")])
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         for item in items(made):
             judge.judge(item)
-    return rows / (time.perf_counter() - began)
+    return rows / (time.perf_counter() - began), (time.process_time() - cpu) / rows
 
 
-def loops(side: str, rows: int, at_once: int) -> float:
-    """Answers per second of so many loops together."""
+def loops(side: str, rows: int, at_once: int) -> tuple[float, float]:
+    """(answers per second of so many loops together, CPU seconds per answer)."""
     command = [sys.executable, "-m", "benchmarks.verifiers", "--bare", side, "--rows", str(rows)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(at_once)]
-    return sum(float(one.communicate()[0]) for one in running)
+    said = [json.loads(one.communicate()[0]) for one in running]
+    return sum(rate for rate, _ in said), statistics.mean(cpu for _, cpu in said)
 
 
-async def pool_rate(rows: int, workers: int) -> float:
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Of this process and others, with the children that each has reaped."""
+    ticks = 0
+    for pid in (os.getpid(), *pids):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def pool_rate(rows: int, workers: int) -> tuple[float, float]:
     pool = VerifierPool([VerifierUse(name="math")], timeout=10, children=workers)
     try:
         await pool.start()
-        began = time.perf_counter()
+        assert pool._nursery is not None
+        nursery = pool._nursery.process.pid
+        began, cpu = time.perf_counter(), cpu_seconds([nursery])
         count = 0
         async for verdict in verdicts(pool, iter(items(math_rows(rows))), workers):
             assert verdict.error is None, verdict.error
             count += 1
-        return count / (time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return count / seconds, (cpu_seconds([nursery, *pool.pids]) - cpu) / count
     finally:
         await pool.close()
 
 
 def measure_math(rows: int, workers: int, rounds: int) -> dict[str, Any]:
-    rates: dict[str, list[float]] = {"math_verify_loop": [], "math_verify_loops": [], "our_loop": [], "pool": []}
-    for _ in range(rounds):
-        rates["math_verify_loop"].append(loops("math-verify", rows, 1))
-        rates["pool"].append(asyncio.run(pool_rate(rows, workers)))
-        rates["math_verify_loops"].append(loops("math-verify", rows, workers))
-        rates["our_loop"].append(loops("ours", rows, 1))
+    sides: dict[str, Callable[[], tuple[float, float]]] = {
+        "math_verify_loop": lambda: loops("math-verify", rows, 1),
+        "pool": lambda: asyncio.run(pool_rate(rows, workers)),
+        "math_verify_loops": lambda: loops("math-verify", rows, workers),
+        "our_loop": lambda: loops("ours", rows, 1),
+    }
+    turns = [{name: side() for name, side in sides.items()} for _ in range(rounds)]
+    rates = {name: [turn[name][0] for turn in turns] for name in sides}
     median = {name: statistics.median(values) for name, values in rates.items()}
+    cpu = {name: statistics.median(turn[name][1] for turn in turns) for name in sides}
     return {
         **{f"{name}_per_second": round(value, 1) for name, value in median.items()},
+        **{f"{name}_cpu_ms": round(value * 1e3, 3) for name, value in cpu.items()},
+        "cpu_ratio": round(cpu["math_verify_loop"] / cpu["pool"], 3),
+        "cpu_ratio_to_our_loop": round(cpu["our_loop"] / cpu["pool"], 3),
         "ratio": round(median["pool"] / (workers * median["math_verify_loop"]), 3),
         "ratio_to_loops_at_once": round(median["pool"] / median["math_verify_loops"], 3),
         "ratio_to_our_loop": round(median["pool"] / (workers * median["our_loop"]), 3),
@@ -251,6 +275,10 @@ def show(result: dict[str, Any]) -> None:
     table.add_row("the pool", f"{math['pool_per_second']:,.0f}", "1")
     console = Console(stderr=True)
     console.print(table)
+    console.print(
+        f"CPU per answer: math-verify {math['math_verify_loop_cpu_ms']} ms, our math {math['our_loop_cpu_ms']} ms, the "
+        f"pool with all its processes {math['pool_cpu_ms']} ms: {math['cpu_ratio']} x math-verify"
+    )
     for name in ("cheap", "endless"):
         console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in result[name].items()))
 
@@ -263,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bare", choices=("math-verify", "ours"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.bare:
-        print(bare(options.bare, options.rows))
+        print(json.dumps(bare(options.bare, options.rows)))
         return
     result = measure(options.rows, options.workers, options.rounds)
     print(json.dumps(result))
