@@ -63,12 +63,12 @@ class Look:
         return cls(tuple(Row(**row) for row in said["rows"]), dict(said["facts"]))
 
 
-def look(interface: str | None = None) -> Look:
-    """Everything about this machine; a few seconds, torch is imported."""
+def look(interface: str | None = None, *, in_cluster: bool = False) -> Look:
+    """Everything about this machine; a few seconds, torch is imported. ``in_cluster``: a Ray is meant to run here."""
     gpus, gpu_rows = graphics()
     rows = [
-        *version_rows(), *gpu_rows, *torch_rows(bool(gpus)), *limit_rows(), *network_rows(interface),
-        *environment_rows(os.environ), sandbox_row(),
+        *version_rows(), *gpu_rows, *torch_rows(bool(gpus)), *limit_rows(),
+        *network_rows(interface, in_cluster=in_cluster), *environment_rows(os.environ), sandbox_row(),
     ]  # fmt: skip
     facts = {
         "host": socket.gethostname(),
@@ -233,13 +233,15 @@ def limit_rows() -> Iterator[Row]:
 RAY_PORTS = {6379: "GCS", 8265: "dashboard", 10001: "client", 52365: "agent"}
 
 
-def network_rows(interface: str | None) -> Iterator[Row]:
+def network_rows(interface: str | None, *, in_cluster: bool = False) -> Iterator[Row]:
     """The address that other nodes would be told, and whether Ray's usual ports are free."""
     try:
         chosen = own_address(interface)
         yield Row("ok", "address", f"{chosen.ip} on {chosen.name}")
     except UserError as error:
         yield Row("fail" if interface else "warn", "address", f"{error} (matters with more than one node)")
+    if in_cluster:
+        return
     taken = [f"{port} ({name})" for port, name in RAY_PORTS.items() if not port_is_free(port)]
     if taken:
         yield Row(

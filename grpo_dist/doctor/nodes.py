@@ -34,7 +34,7 @@ class NodeProbe(Probe):
     """Stands on a node: a preflight's probe that also looks at its machine."""
 
     def look(self, interface: str | None) -> dict[str, Any]:
-        return look(interface).as_dict()
+        return look(interface, in_cluster=True).as_dict()
 
     def now(self) -> float:
         return time.time()

@@ -84,17 +84,6 @@ def activation_bytes(shape: ModelShape, size: int, tokens: int, *, checkpointing
     return tokens * (shape.layers * layer + last)
 
 
-def trained_parameters(recipe: Recipe, shape: ModelShape, count: int) -> int:
-    """All, or the adapters' (LoRA: r x (in + out) for each matrix; experts get none, they are no linear layers)."""
-    lora, h = recipe.learner.lora, shape.hidden
-    if not lora.rank:
-        return count
-    ends = {"q_proj": h + shape.query, "k_proj": h + shape.key, "v_proj": h + shape.key, "o_proj": shape.query + h}
-    if not shape.experts:
-        ends |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), h + shape.mlp)
-    return shape.layers * lora.rank * sum(size for name, size in ends.items() if name in (lora.targets or ends))
-
-
 def head_bytes(shape: ModelShape, size: int, chunk_tokens: int, *, trained: bool = True) -> int:
     """Logits of a chunk (twice, fp32), the head's gradient as an fp32 sum and as it is handed on."""
     return 2 * 4 * chunk_tokens * shape.vocab + ((4 + size) * shape.embedding if trained else 0)

@@ -151,7 +151,7 @@ class TestLearnerMemory:
         """Rank 16: 36 layers x 16 x (q 8192 + k 5120 + v 5120 + o 8192 + three of the MLP 16384 each)."""
         found = learner_memory(large(learner={"lora": {"rank": 16}}, algorithm={"kl": {"beta": 0.1}}), EIGHT)
         assert found.device["Adam"] == 36 * 16 * (26_624 + 49_152)  # 8 bytes, 8 ranks
-        assert found.device["weights"] == 2 * 1_023_841_920
+        assert found.device["weights"] == 2 * (1_023_841_920 + 36 * 2 * 75_776)  # base and adapters
         assert "reference" not in found.device
         only = learner_memory(large(learner={"lora": {"rank": 16, "targets": ["q_proj"]}}), EIGHT)
         assert only.device["Adam"] == 36 * 16 * 8192
