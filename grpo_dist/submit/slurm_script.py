@@ -39,6 +39,7 @@ def render(submission: Submission) -> str:
         """trap 'printf requeue > "$folder/.control" && mv "$folder/.control" "$folder/control"' USR1""",
         """trap 'printf stop > "$folder/.control" && mv "$folder/.control" "$folder/control"' TERM INT""",
         "",
+        *([] if alike(cluster) else _whole(cluster)),
         *_step(submission),
         "step=$!",
         'wait "$step"; code=$?',
@@ -111,6 +112,27 @@ def _component(cluster: ClusterFile, group: RoleNodes, nodes: int) -> list[str]:
 
 def _written(options: Sequence[str]) -> list[str]:
     return [f"#SBATCH {option}" for option in options]
+
+
+def _whole(cluster: ClusterFile) -> list[str]:
+    """When the head's node fails, Slurm (22.05) queues only the head's component again and lets the others run: their
+    nodes may come back as the head's, and no step over all of them can start. All are queued again then."""
+    others = " ".join(f'"$SLURM_JOB_ID_HET_GROUP_{number}"' for number in range(1, len(cluster.roles.groups())))
+    start = r"""'s/.* StartTime=\([^ ]*\).*/\1/p'"""
+    return [
+        "# After a failure of the head's node Slurm starts its component alone; then queue all of them again.",
+        f"""began() {{ date -d "$(scontrol show job -o "$1" | head -n 1 | sed -n {start})" +%s; }}""",
+        'if [ "$attempt" -gt 0 ]; then',
+        f"  others=({others})",
+        '  for part in "${others[@]}"; do',
+        '    if [ "$(($(began "$SLURM_JOB_ID") - $(began "$part")))" -gt 10 ]; then',
+        """      echo "only the head's component was queued again: queueing all of them\"""",
+        '      scontrol requeue "$SLURM_JOB_ID"',
+        "      exit 85",
+        "    fi",
+        "  done",
+        "fi",
+    ]
 
 
 def _step(submission: Submission) -> list[str]:

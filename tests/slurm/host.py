@@ -124,6 +124,11 @@ class SlurmHost:
                 continue
         self.daemons.pop(name).wait(20)
 
+    def restarts(self, job: str) -> int:
+        """How often it was queued again; of a heterogeneous job the leader."""
+        first = self.run(["scontrol", "show", "job", "-o", job]).splitlines()[0]
+        return int(dict(word.split("=", 1) for word in first.split() if "=" in word)["Restarts"])
+
     def components(self, job: str) -> list[str]:
         """The ids of a heterogeneous job's parts, the leader first; of a plain job its own."""
         lines = self.run(["scontrol", "show", "job", "-o", job]).splitlines()
