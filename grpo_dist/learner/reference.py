@@ -74,7 +74,8 @@ class Reference:
         """What this rank keeps in a checkpoint; None for a reference that never moves."""
         if not self.moves:
             return None
-        return self._exact or {name: p.ds_tensor.clone() for name, p in self._parameters()}
+        kept = self._exact or {name: p.ds_tensor for name, p in self._parameters()}
+        return {name: t.detach() for name, t in kept.items()}  # without what DeepSpeed hangs on to a tensor of its own
 
     def load(self, folder: Path) -> None:
         """What all ranks saved under ``folder``, however many they were. Raises CheckpointError."""

@@ -48,14 +48,27 @@ class ProbeRank(LearnerRank):
         return {name: t.float().numpy().copy() for name, t in self._staged.tensors.items()}
 
 
-def fresh(policy: Any, *, dtype: str | None = None, algorithm: dict[str, Any] | None = None, **learner: Any) -> Any:
-    """Another policy in the same ranks, from the model folder, some keys changed: starts in a moment. Collective."""
+def fresh(
+    policy: Any, *, dtype: str | None = None, algorithm: dict[str, Any] | None = None, sgd: bool = False, **learner: Any
+) -> Any:
+    """Another policy in the same ranks, from the model folder, some keys changed: starts in a moment. Collective.
+
+    ``sgd``: without Adam, whose first step is the gradient's sign and hides what the gradient is.
+    """
     from grpo_dist.learner.zero3 import Zero3Policy
 
+    class WithSGD(Zero3Policy):
+        def _optimizer(self, model: Any) -> Any:
+            import torch
+
+            return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    if sgd:
+        learner["deepspeed"] = SHARDED | {"zero_allow_untested_optimizer": True}
     old = policy.spec
     model = old.model if dtype is None else old.model.model_copy(update={"dtype": dtype})
     section = LearnerSection(**{**old.learner.model_dump(), **learner})
-    return Zero3Policy(
+    return (WithSGD if sgd else Zero3Policy)(
         dataclasses.replace(old, model=model, learner=section, algorithm=AlgorithmSection(**(algorithm or {})))
     )
 

@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 
+from grpo_dist.config import LearnerSection
+from grpo_dist.data.minibatches import build_batches
 from grpo_dist.errors import UserError
 from grpo_dist.metrics import merge_stats, stat_values
 from grpo_dist.types import Sample, TrainBatch
 from tests.integration.learner_probe import Group, fresh, furthest, samples, weights, with_behavior
+from tests.integration.plain_learner import plain_logprobs, plain_model, relative
 
 pytestmark = pytest.mark.ray
 
@@ -58,6 +62,61 @@ def test_several_updates_are_single_ones_in_turn(group: Group, on_policy: list[S
     assert together["train/ratio_max"] == two["train/ratio_max"] > 1.001
     assert together["mismatch/logprob_abs_max"] < 1e-5  # of the first update: the second's policy has moved
     assert together["train/lr"] == pytest.approx(3e-3)
+
+
+def bare_loop(
+    path: Path, parts: list[list[Sample]], rates: list[float]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], float]:
+    """(weights before, weights after, share of tokens clipped) of SGD, an update per part, the clip written down."""
+    model = plain_model(path)
+    before = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    clipped, tokens = 0, 0
+    for part, rate in zip(parts, rates, strict=True):
+        model.zero_grad()
+        count = sum(int(s.loss_mask.sum()) for s in part)
+        for s in part:
+            on = torch.tensor(s.loss_mask)
+            ratio = (plain_logprobs(model, s) - torch.tensor(s.behavior_logprobs))[on].exp()
+            advantage = torch.tensor(s.advantages)[on]
+            inside, cut = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
+            (-torch.minimum(inside, cut).sum() / count).backward()
+            clipped += int((cut < inside).sum())
+        tokens += count
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= rate * p.grad
+    return before, {name: p.detach().numpy() for name, p in model.named_parameters()}, clipped / tokens
+
+
+def test_minibatches_and_epochs_are_a_bare_loop_of_sgd(group: Group, on_policy: list[Sample], tiny_model: Path) -> None:
+    """Two passes of two mini-batches: four updates, the rate rising in each, far enough for the clip to act."""
+    keys: dict[str, Any] = {"learning_rate": 0.5, "grad_clip": 0.0, "schedule": {"warmup_steps": 1}}
+    section = LearnerSection(updates_per_batch=2, epochs=2, micro_batch_tokens=100)
+    batches = build_batches(on_policy, section, ranks=2, seed=(0, 1))
+    ids = [{int(g) for shard in b.shards for m in shard for g in m.group_ids} for b in batches]
+    assert ids[:2] == [{0, 1, 2}, {3, 4, 5}]
+    parts = [[s for s in on_policy if s.group_id in part] for part in ids]
+    start, wanted, clipped = bare_loop(tiny_model, parts, [0.125, 0.25, 0.375, 0.5])
+    (seen,), found = train(group, [list(batches)], sgd=True, **keys)
+    moved = [{name: after[name] - start[name] for name in start} for after in (found, wanted)]
+    assert relative(*moved) < 1e-5
+    assert seen["train/clip_fraction"] == pytest.approx(clipped, abs=1e-6)
+    assert clipped > 0.01
+    assert seen["train/ratio_max"] > 1.2
+    assert (seen["train/updates"], seen["train/skipped"], seen["train/lr"]) == (4, 0, 0.5)
+
+
+def test_a_skipped_update_among_others_leaves_no_trace(group: Group, on_policy: list[Sample]) -> None:
+    good, other = group.batch(on_policy[:12], 100), group.batch(on_policy[12:], 100)
+    bad = group.batch([dataclasses.replace(s, advantages=s.advantages * np.float32("nan")) for s in on_policy], 100)
+    (_,), wanted = train(group, [[good, other]])
+    (seen,), found = train(group, [[good, bad, other]])
+    assert furthest(found, wanted) == 0
+    assert (seen["train/updates"], seen["train/skipped"], seen["train/skipped_in_a_row"]) == (2, 1, 1)
+    rows, found = train(group, [[bad, bad], [bad, good, bad], [other]])
+    assert furthest(found, wanted) == 0
+    assert [row["train/skipped"] for row in rows] == [2, 2, 0]
+    assert [row["train/skipped_in_a_row"] for row in rows] == [2, 3, 0]  # the longest row that reaches into the step
 
 
 def test_the_clip_acts_from_the_second_update_on(group: Group, on_policy: list[Sample]) -> None:

@@ -86,8 +86,15 @@ def test_three_ranks(one_engine: Path, out: Path, tiny_model: Path) -> None:
     assert metrics(folder)[0]["train/grad_norm"] == pytest.approx(metrics(one_engine)[0]["train/grad_norm"], rel=1e-5)
 
 
-def test_an_engine_of_two_ranks(out: Path, tiny_model: Path) -> None:
-    assert_engines_hold_the_learners_weights(train(out, tiny_model, shape("tensor-parallel", tensor_parallel=2)))
+def test_an_engine_of_two_ranks_and_adapters_that_train(out: Path, tiny_model: Path) -> None:
+    """LoRA: what the engine holds is the merged model, which the learner never makes; the base is the reference."""
+    sections = shape("adapters", tensor_parallel=2, algorithm={"kl": {"beta": 0.05}})
+    sections["learner"] |= {"learning_rate": 1e-2, "lora": {"rank": 4}}
+    folder = train(out, tiny_model, sections)
+    assert_engines_hold_the_learners_weights(folder)
+    rows = metrics(folder)
+    assert rows[0]["train/kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[2]["train/kl"] > 1e-6
 
 
 def test_with_learning_rate_zero_nothing_moves(
