@@ -185,6 +185,7 @@ def main() -> None:
     except RecipeError as error:
         control.sendall(encode({"error": str(error)}))
         return
+    judge.warm()
     control.sendall(encode({"ready": os.getpid()}))
     Nursery(control, judge, setup["memory_bytes"]).run()
 

@@ -72,6 +72,7 @@ class Verifier:
     high: float
     gold: GoldCheck | None  # (answer, options) -> what was wanted, None when the gold will do; None: judges no answer
     prepare: Callable[[Any], Options] | None  # options checked against the world; raises ValueError
+    warm: Callable[[], None] | None = None  # what every first verdict would have to do, done before children are forked
 
 
 VERIFIERS: dict[str, Verifier] = {}
@@ -102,13 +103,14 @@ def register(
     high: float = 1.0,
     gold: Callable[[Any, AnyOptions], str | None] | None = None,
     prepare: Callable[[AnyOptions], AnyOptions] | None = None,
+    warm: Callable[[], None] | None = None,
 ) -> Callable[[Callable[[VerifyItem, AnyOptions], Part | None]], Callable[[VerifyItem, AnyOptions], Part | None]]:
     """Enter a function under ``name``; a part outside ``[low, high]`` will be refused as an error."""
 
     def enter(
         function: Callable[[VerifyItem, AnyOptions], Part | None],
     ) -> Callable[[VerifyItem, AnyOptions], Part | None]:
-        VERIFIERS[name] = Verifier(name, function, options, low, high, gold, prepare)
+        VERIFIERS[name] = Verifier(name, function, options, low, high, gold, prepare, warm)
         return function
 
     return enter
@@ -231,6 +233,12 @@ class Judge:
                 options = verifier.prepare(options)
             taken = [Entry(chosen, verifier, options, 1.0, None)]
         return (*taken, *(entry for entry in self.entries if entry not in answering))
+
+    def warm(self) -> None:
+        """Bring what the verifiers need into memory; for the process that children are forked from."""
+        for entry in self.entries:
+            if entry.verifier.warm is not None:
+                entry.verifier.warm()
 
     def gold_problem(self, answer: Any, chosen: str | None = None) -> str | None:
         """What a gold answer had to be, if this one will not do for the verifiers of its row."""
