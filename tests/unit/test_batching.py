@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_dist.check import CheckReport, _batch
+from grpo_dist.config import Recipe
 from grpo_dist.data.batching import build_batch, empty_micro_batch
 from grpo_dist.metrics import batch_metrics, stat_values
 from grpo_dist.types import MicroBatch, Sample, TrainBatch
+from tests.conftest import tiny_recipe
 from tests.unit.samples import sample
 
 
@@ -71,6 +74,16 @@ def test_a_sample_over_the_budget_has_a_micro_batch_of_its_own() -> None:
         [sample(9, 2, index=0), sample(2, 1, index=1), sample(2, 1, index=2)], ranks=1, micro_batch_tokens=4
     )
     assert sorted(m.segment_lengths.tolist() for m in batch.shards[0]) == [[2, 2], [9]]
+
+
+@pytest.mark.parametrize(("budget", "warnings"), [(79, 1), (80, 0)])
+def test_check_says_when_a_sample_may_exceed_the_budget(budget: int, warnings: int) -> None:
+    """64 prompt tokens and 16 of a completion; allowed, because such a sample runs alone, and said, because of memory."""
+    report = CheckReport()
+    _batch(Recipe.model_validate(tiny_recipe(learner={"micro_batch_tokens": budget})), report)
+    assert len(report.warnings) == warnings
+    assert all("micro_batch_tokens 79 is below the longest sample (80 tokens)" in text for text in report.warnings)
+    assert report.problems == []
 
 
 def test_a_first_token_cannot_train() -> None:
