@@ -105,7 +105,8 @@ def _batch(recipe: Recipe, report: CheckReport) -> None:
     most = samples * longest
     slots = (rollout.max_staleness + 1) * rollout.groups_per_step
     report.facts["batch"] = (
-        f"{rollout.groups_per_step} groups x {rollout.group_size} completions = {samples} samples a step; "
+        f"{rollout.groups_per_step} groups x {rollout.group_size} completions = {samples} samples a step, "
+        f"{learner.updates_per_batch} x {learner.epochs} optimizer updates; "
         f"{recipe.run.steps} steps = {recipe.run.steps * samples:,} samples"
     )
     report.facts["tokens"] = (
