@@ -75,12 +75,15 @@ class HealingPool:
             await asyncio.wait({self._mending})
 
     async def _someone(self) -> None:
-        """Return when a member lives. Raises what kept the replacement from starting."""
-        while not len(self.pool) and self._mending is not None:
-            mending = self._mending
-            await asyncio.wait({mending})  # not awaited itself: a call that is cancelled must not end it
-            if not len(self.pool) and mending.done() and not mending.cancelled() and (error := mending.exception()):
-                raise error
+        """Wait for a replacement when nobody lives. Raises WorkerLost when none could be started."""
+        mending = self._mending
+        if len(self.pool) or mending is None:
+            return
+        await asyncio.wait({mending})  # not awaited itself: a call that is cancelled must not end it
+        if not len(self.pool) and not mending.cancelled() and (error := mending.exception()) is not None:
+            raise WorkerLost(
+                self.pool.role, "-", f"the last one was lost and could not be replaced: {error}"
+            ) from error
 
     def _replace(self, lost: WorkerLost) -> None:
         member = self.pool.members.pop(lost.name, None)
