@@ -17,7 +17,7 @@ from typing import Any
 from grpo_dist.config import Recipe
 from grpo_dist.errors import UserError
 from grpo_dist.plan.advice import Machines, Plan, gpus_wanted, host_bytes, make_plan
-from grpo_dist.plan.batch import BatchPlan
+from grpo_dist.plan.batch import BatchPlan, group_sizes
 from grpo_dist.plan.memory import bytes_text
 from grpo_dist.plan.shapes import KNOWN_FAMILIES, SHAPES, ModelShape, shape_of_folder
 from grpo_dist.recipe_file import load_recipe
@@ -102,6 +102,7 @@ def lines(made: Plan, source: str, topics: Sequence[str] = TOPICS) -> Iterator[s
         ("model", f"{recipe.model.path}: {shape.parameters:,} parameters, {shape.layers} layers{experts} ({source})")
     ]
     rows += _groups(made.recipe, made.batch) if "groups" in topics else []
+    rows += _sizes(made.batch.samples) if topics == ["groups"] else []
     rows += _memory(made) if "memory" in topics else []
     rows += _fleet(made) if "fleet" in topics else []
     width = max(len(name) for name, _ in rows)
@@ -140,6 +141,15 @@ def _groups(recipe: Recipe, batch: BatchPlan) -> list[tuple[str, str]]:
             f"engines, up to {batch.in_flight} completions on each",
         ),
     ]
+
+
+def _sizes(samples: int) -> list[tuple[str, str]]:
+    """The same samples in groups of other sizes."""
+    rows = []
+    for size, found in group_sizes(samples).items():
+        shown = ", ".join(f"{groups:.1f} at {rate:.0%}" for rate, groups in found.items())
+        rows.append((f"G = {size}", f"{samples // size} groups; with right and wrong answers, by pass rate: {shown}"))
+    return rows
 
 
 def _memory(made: Plan) -> list[tuple[str, str]]:

@@ -56,3 +56,18 @@ def rank_share(recipe: Recipe) -> int:
     """Samples of one rank in one update."""
     samples = recipe.rollout.groups_per_step * recipe.rollout.group_size
     return -(-samples // (recipe.learner.ranks * recipe.learner.updates_per_batch))
+
+
+def mixed_share(pass_rate: float, group_size: int) -> float:
+    """Share of groups with right and wrong completions: only those have an advantage that is not 0.
+
+    1 - p^G - (1 - p)^G for independent completions of a prompt that is solved at rate p (DAPO, arXiv:2503.14476, 3.2,
+    leaves the others out).
+    """
+    return 1 - pass_rate**group_size - (1 - pass_rate) ** group_size
+
+
+def group_sizes(samples: int) -> dict[int, dict[float, float]]:
+    """Group size -> pass rate -> groups of a step that carry a signal, all with the same budget of samples."""
+    sizes = [size for size in (4, 8, 16, 32, 64) if size <= samples]
+    return {size: {rate: samples / size * mixed_share(rate, size) for rate in (0.02, 0.1, 0.3, 0.5)} for size in sizes}

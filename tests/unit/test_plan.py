@@ -12,7 +12,7 @@ import pytest
 from grpo_dist import cli
 from grpo_dist.config import Recipe
 from grpo_dist.plan.advice import Machines, make_plan
-from grpo_dist.plan.batch import batch_plan
+from grpo_dist.plan.batch import batch_plan, group_sizes, mixed_share
 from grpo_dist.plan.memory import (
     activation_bytes,
     activation_bytes_per_token,
@@ -255,6 +255,15 @@ class TestBatch:
         assert found.steps_per_epoch == 10_000 / 32
         assert batch_plan(large()).rows is None
 
+    def test_group_sizes_under_one_budget(self) -> None:
+        assert mixed_share(0.5, 2) == 0.5
+        assert mixed_share(0.1, 4) == pytest.approx(1 - 0.1**4 - 0.9**4)
+        found = group_sizes(64)
+        assert list(found) == [4, 8, 16, 32, 64]
+        assert found[4][0.5] == pytest.approx(16 * 0.875)
+        # Of a hard prompt a large group is far more often mixed, though there are fewer of them.
+        assert found[16][0.02] / (64 / 16) > 3 * found[4][0.02] / (64 / 4)
+
 
 class TestAdvice:
     NODES = (
@@ -332,7 +341,9 @@ class TestVerb:
         assert status == 0
         assert "learner rank" in out
         assert "samples" not in out
-        assert "steps an epoch (40,315 rows)" in self.run(capfd, "groups", "math-8b")[1]
+        out = self.run(capfd, "groups", "math-8b")[1]
+        assert "steps an epoch (40,315 rows)" in out
+        assert "G = 16  " in out
         assert "8 for the learner, 8 for engines" in self.run(capfd, "fleet", "math-8b")[1]
 
     def test_json_and_what_does_not_fit(self, capfd: pytest.CaptureFixture[str]) -> None:
