@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -186,6 +187,8 @@ def main() -> None:
         control.sendall(encode({"error": str(error)}))
         return
     judge.warm()
+    gc.collect()
+    gc.freeze()  # otherwise every collection in a child would copy what it shares with this process
     control.sendall(encode({"ready": os.getpid()}))
     Nursery(control, judge, setup["memory_bytes"]).run()
 
