@@ -66,7 +66,7 @@ def workers(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def progress(run: Path) -> dict[str, Any]:
-    """Step, headline metrics, fleet wanted and live, last evaluation, last events."""
+    """Step, headline metrics, fleet wanted and live, last evaluation, last events, what is waited for."""
     metrics = last_objects(run / "metrics.jsonl", 1)
     newest = metrics[-1] if metrics else {}
     evals = last_objects(run / "evals.jsonl", 1)
@@ -79,7 +79,16 @@ def progress(run: Path) -> dict[str, Any]:
         "evaluation": evals[-1] if evals else None,
         "events": last_objects(run / "events.jsonl", 5),
         "workers": workers(run),
+        "now": _object(run / "now.json"),
     }
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def peek(launch: Path, run: Path) -> dict[str, Any]:

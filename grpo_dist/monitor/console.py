@@ -9,10 +9,12 @@ anything: a display that cannot be written to is given up, never an error of the
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import IO
 
@@ -40,8 +42,10 @@ class Console:
         first_step: int = 0,
         live: bool | None = None,
         stream: IO[str] | None = None,
+        note: Path | None = None,
     ) -> None:
-        """Args: first_step: already done (a resumed run); live: by default, whether the stream is a terminal."""
+        """Args: first_step: already done (a resumed run); live: by default, whether the stream is a terminal; note: a
+        file that says what is being waited for now, for those who ask from elsewhere (`grpo-dist status`)."""
         self._rich = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._name, self._total, self._step = name, total_steps, first_step
         self._rewards: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -49,6 +53,7 @@ class Console:
         self._evaluation: str = ""
         self._phase, self._phase_since = "the start", time.monotonic()
         self._detail: Callable[[], str] | None = None
+        self._note = note
         self._seconds: deque[float] = deque(maxlen=10)
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -89,6 +94,17 @@ class Console:
         self._detail = detail
         if text != self._phase:
             self._phase, self._phase_since = text, time.monotonic()
+            self._write_note()
+
+    def _write_note(self) -> None:
+        if self._note is None:
+            return
+        aside = self._note.with_suffix(".part")
+        try:
+            aside.write_text(json.dumps({"waiting_for": self._phase, "since": time.time()}))
+            aside.replace(self._note)
+        except OSError:
+            self._note = None  # a full disk is told by what has to be written
 
     def say(self, text: str) -> None:
         """A line that stays; one that starts with "warning" stands out."""
@@ -138,7 +154,7 @@ class Console:
 
 def open_console(recipe: Recipe, first_step: int = 0) -> Console:
     """The display of a run on standard output; a context manager."""
-    return Console(recipe.run.name, recipe.run.steps, first_step=first_step)
+    return Console(recipe.run.name, recipe.run.steps, first_step=first_step, note=recipe.run_dir / "now.json")
 
 
 def spark(values: deque[float] | list[float]) -> str:

@@ -29,6 +29,8 @@ def status_lines(record: Record, state: JobState, files: Mapping[str, Any] | Non
         yield f"  step {progress['step']}{age}: {metrics}"
     elif not state.ended:
         yield "  no step finished yet"
+    if (now := progress.get("now")) and state.phase == "running":
+        yield f"  waiting for {now['waiting_for']}, {max(0, files['now'] - now['since']):.0f} s"
     fleet = progress["fleet"]
     sizes = [
         f"{role} {fleet[live]:g}" + (f" of {fleet[wanted]:g}" if wanted in fleet else "")

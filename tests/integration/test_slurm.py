@@ -202,6 +202,7 @@ def test_the_real_training_is_saved_and_requeued_ahead_of_the_limit(runs: Runs, 
     status = runs.status("limit")
     assert status.startswith("limit: running (on n")
     assert "fleet: rollout 1 of 1, verifier" in status
+    assert "  waiting for " in status
     # Each worker by role and rank while it lives, through the dashboard of the job's own Ray.
     for role, text in (("rollout", "vllm"), ("learner", "ZeRO")):
         code, lines = runs.logs("limit", role=role)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections import deque
+from pathlib import Path
 
 from rich.console import Console as RichConsole
 
@@ -128,3 +130,15 @@ def test_errors_of_the_package_survive_a_process() -> None:
     for error in (RecipeError("a\nb"), WorkerLost("rollout", "r-0", "gone"), Interrupted("stopped", 85)):
         copy = pickle.loads(pickle.dumps(error))
         assert (type(copy), str(copy), copy.exit_code) == (type(error), str(error), error.exit_code)
+
+
+def test_what_is_waited_for_is_on_disk_for_those_who_ask_from_elsewhere(tmp_path: Path) -> None:
+    note = tmp_path / "now.json"
+    console = Console("run", 2, stream=io.StringIO(), note=note)
+    console.waiting("rollouts")
+    first = json.loads(note.read_text())
+    assert first["waiting_for"] == "rollouts"
+    console.waiting("rollouts", lambda: "1 of 2")
+    assert json.loads(note.read_text()) == first  # since when it waits for that
+    lost = Console("run", 2, stream=io.StringIO(), note=tmp_path / "gone" / "now.json")
+    lost.waiting("the learner")  # nowhere to write to: no error of the run

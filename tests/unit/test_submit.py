@@ -216,12 +216,13 @@ def test_status_lines() -> None:
         "progress": {
             "step": 3, "updated": 90.0, "metrics": {"rollout/reward_mean": 0.25},
             "fleet": {"rollout_live": 1.0, "rollout_wanted": 2.0}, "evaluation": None, "events": [],
-            "workers": {"rollout-0": {"node": "10.0.0.2", "pid": 1}},
+            "workers": {"rollout-0": {"node": "10.0.0.2", "pid": 1}}, "now": {"waiting_for": "the learner", "since": 95},
         },
     }  # fmt: skip
     lines = list(status_lines(record(), JobState("running", None, "on n1"), files))
     assert lines[0] == "r1: running (on n1)"
     assert "  step 3, 10 s ago: reward_mean 0.25" in lines
+    assert "  waiting for the learner, 5 s" in lines
     assert "  fleet: rollout 1 of 2" in lines
     assert "  node 10.0.0.2: rollout-0" in lines
     assert "  node n2 (h2): waiting for the head" in lines
