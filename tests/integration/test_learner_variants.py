@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.config import LearnerSection
+from grpo_dist.config import LearnerSection, Recipe
 from grpo_dist.data.minibatches import build_batches
 from grpo_dist.errors import UserError
 from grpo_dist.metrics import merge_stats, stat_values
+from grpo_dist.plan.memory import learner_memory
+from grpo_dist.plan.shapes import shape_of_folder
 from grpo_dist.types import Sample, TrainBatch
+from tests.conftest import tiny_recipe
 from tests.integration.learner_probe import Group, fresh, furthest, samples, weights, with_behavior
 from tests.integration.plain_learner import plain_logprobs, plain_model, relative
 
@@ -161,6 +164,49 @@ def test_bfloat16_follows_fp32(group: Group, on_policy: list[Sample]) -> None:
     (*_, last), after = train(group, [*[[batch]] * 3, [bad]], dtype="bfloat16")
     assert last["train/skipped"] == 1
     assert furthest(after, before) == 0
+
+
+def held_bytes(made: Any) -> dict[str, int]:
+    """What this rank really holds, by part; storages are counted once."""
+    optimizer, seen = made.engine.optimizer, set()
+
+    def total(tensors: Iterable[Any]) -> int:
+        found = 0
+        for tensor in tensors:
+            if tensor is not None and (place := tensor.untyped_storage().data_ptr()) not in seen:
+                seen.add(place)
+                found += tensor.untyped_storage().nbytes()
+        return found
+
+    masters = optimizer.fp32_partitioned_groups_flat
+    moments = [v for state in optimizer.optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+    return {
+        "weights": total(p.ds_tensor for p in made.engine.module.parameters()),
+        "master weights": total(masters),
+        "Adam": total(v for v in moments if v.numel() > 1),  # not the step counters
+        "gradients": total([optimizer.grad_partitions_flat_buffer, *(m.grad for m in masters)]),
+    }
+
+
+@pytest.mark.parametrize(("dtype", "offload"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_a_rank_holds_what_plan_says(
+    group: Group, on_policy: list[Sample], tiny_model: Path, dtype: str, offload: bool
+) -> None:
+    """`grpo-dist plan` against the tensors of real ranks, after an update."""
+    recipe = Recipe.model_validate(
+        tiny_recipe(model={"dtype": dtype}, learner={"ranks": 2, "zero": {"offload_optimizer": offload}})
+    )
+    planned = learner_memory(recipe, shape_of_folder(tiny_model))
+    batch = group.batch(on_policy, 200)
+
+    def run(policy: Any) -> dict[str, int]:
+        made = fresh(policy, dtype=dtype, zero={"offload_optimizer": offload})
+        made.update([batch.of_rank(made.spec.rank)])
+        return held_bytes(made)
+
+    for found in group.same("run", run):
+        expected = {name: (planned.host | planned.device)[name] for name in found}
+        assert found == {name: pytest.approx(size, rel=0.01) for name, size in expected.items()}  # shards are padded
 
 
 def test_a_dtype_the_device_lacks_is_the_users_error(group: Group) -> None:
