@@ -281,6 +281,31 @@ def test_score_prints_one_verdict_a_row(capfd: pytest.CaptureFixture[str], tmp_p
     assert status == 0
     assert [json.loads(line)["reward"] for line in out.splitlines()] == [1.0, 0.0]
     assert "2 rows, 1 correct, 0 without a verdict" in err
+    assert "one verdict took p50" in err
+    assert "the slowest rows: " in err
+
+
+def test_score_with_the_verifiers_of_a_recipe(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, recipe_file: Path
+) -> None:
+    rows = tmp_path / "answers.jsonl"
+    rows.write_text('{"completion": "so #7", "answer": "7"}\n')
+    recipe = yaml.safe_load(recipe_file.read_text())
+    recipe["verifiers"]["use"] = [{"name": "exact", "after": "#", "weight": 2}]
+    recipe_file.write_text(yaml.safe_dump(recipe))
+    status, out, _ = run(capfd, "score", str(rows), "--recipe", str(recipe_file))
+    assert (status, json.loads(out)["reward"]) == (0, 2.0)
+    status, _, err = run(capfd, "score", str(rows), "--recipe", str(recipe_file), "--verifier", "math")
+    assert status == 2
+    assert "exclude each other" in err
+    recipe["verifiers"]["use"] = [{"name": "exact", "aftr": "#"}]
+    recipe_file.write_text(yaml.safe_dump(recipe))
+    for verb in ("check", "score"):
+        words = [str(recipe_file)] if verb == "check" else [str(rows), "--recipe", str(recipe_file)]
+        status, _, err = run(capfd, verb, *words)
+        assert status == 2
+        assert f"{recipe_file}:" in err
+        assert "verifiers.use.0.aftr: 'exact' has no such option" in err
 
 
 def test_replay_of_what_is_not_there_is_exit_2(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
