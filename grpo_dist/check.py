@@ -370,7 +370,9 @@ def _resources(recipe: Recipe, report: CheckReport) -> None:
     sizes = sizes_of(recipe)
     wanted = [bundles[role] for role in bundles for _ in range(sizes[role])]
     report.facts["resources"] = "; ".join(
-        f"{sizes[role]} {role} x ({', '.join(f'{v:g} {k}' for k, v in bundles[role].resources)})" for role in bundles
+        f"{sizes[role]} {role} x ({', '.join(f'{v:g} {k}' for k, v in bundles[role].resources)})"
+        for role in bundles
+        if sizes[role]
     )
     if (misfit := first_misfit(wanted, nodes)) is not None:
         report.problems.append(describe_misfit(wanted, nodes, misfit))
