@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.config import VerifierUse
-from grpo_dist.errors import RecipeError
+from grpo_dist.errors import RecipeError, WorkerLost
 from grpo_dist.types import VerifyItem
 from grpo_dist.verifiers.pool import VerifierPool
 
@@ -74,6 +74,8 @@ def test_unknown_verifier_is_the_users_error() -> None:
     async def body(pool: VerifierPool) -> None:
         with pytest.raises(RecipeError, match="numeric"):
             await pool.start()
+        calls = [pool.score([item("4")] * 3) for _ in range(2)]
+        assert [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)] == [RecipeError] * 2
 
     run(body, [{"name": "numerik"}])
 
@@ -302,6 +304,17 @@ def test_killed_in_the_middle_every_sample_is_scored_once() -> None:
         assert pool.counts.deaths >= 3
 
     run(body, [{"name": "python:pool_rewards:slow"}], children=2)
+
+
+def test_closing_tells_whoever_waits() -> None:
+    async def body(pool: VerifierPool) -> None:
+        scoring = asyncio.ensure_future(pool.score([item("time.sleep(1000)"), item("1")]))
+        await asyncio.sleep(1.0)
+        await pool.close()
+        with pytest.raises(WorkerLost, match="closed while it was scoring"):
+            await scoring
+
+    run(body, [{"name": "python:pool_rewards:do"}])
 
 
 def test_a_cancelled_call_leaves_its_places_free() -> None:
