@@ -92,9 +92,11 @@ class HeadLogprobs(torch.autograd.Function):
         dtype = _wide(hidden.dtype)
         logprobs = hidden.new_zeros(hidden.shape[0], dtype=dtype)
         entropy, lse = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+        room = _room(hidden, weight, chunk)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            logprobs[part], lse[part], entropy[part] = _chunk(hidden[part], weight, targets[part], scale, need_entropy)
+            logits = _logits(hidden[part], weight, scale, room)
+            logprobs[part], lse[part], entropy[part] = _values(logits, targets[part], need_entropy)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.scale, ctx.chunk, ctx.need_entropy = scale, chunk, need_entropy
         ctx.set_materialize_grads(False)
@@ -110,18 +112,19 @@ class HeadLogprobs(torch.autograd.Function):
         if not ctx.need_entropy:
             grad_entropy = None
         if grad_logprobs is not None or grad_entropy is not None:
+            room = _room(hidden, weight, ctx.chunk)
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                logp = _logits(hidden[part], weight, ctx.scale).sub_(lse[part, None])  # (C, V)
-                grad = _grad_logits(
-                    logp, targets[part], entropy[part], _cut(grad_logprobs, part), _cut(grad_entropy, part)
-                )
-                grad.mul_(ctx.scale)
+                grad = _logits(hidden[part], weight, ctx.scale, room).sub_(lse[part, None])  # (C, V)
+                upstream = (_cut(g, part) for g in (grad_logprobs, grad_entropy))
+                _gradient_in_place(grad, targets[part], entropy[part], *upstream)
+                if ctx.scale != 1.0:
+                    grad.mul_(ctx.scale)
                 if grad_hidden is not None:
                     grad_hidden[part] = _times_weight(grad, weight).to(hidden.dtype)
                 if grad_weight is not None:
                     _add_outer(grad_weight, grad, hidden[part])
-                del logp, grad  # before the next chunk's logits are made
+                del grad  # before the next chunk's logits are made
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
@@ -149,11 +152,16 @@ def _cut(grad: Tensor | None, part: slice) -> Tensor | None:
     return None if grad is None else grad[part]
 
 
-def _chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, need_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(log p(target), log-sum-exp, entropy) of the rows of one chunk. Holds one (C, V) tensor, two for the entropy."""
-    logits = _logits(hidden, weight, scale)
+def _room(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor | None:
+    """(C, V) memory that every chunk's logits are written to: on a CPU, fresh memory costs a page fault for each 4 KiB.
+    CUDA's allocator hands out the last chunk's anyway."""
+    if hidden.is_cuda:
+        return None
+    return hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0], dtype=_wide(hidden.dtype))
+
+
+def _values(logits: Tensor, targets: Tensor, need_entropy: bool) -> tuple[Tensor, Tensor, Tensor | float]:
+    """(log p(target), log-sum-exp, entropy) of each row. Overwrites ``logits``."""
     top = logits.amax(1)
     shifted = logits.sub_(top[:, None])
     picked = shifted.gather(1, targets[:, None]).squeeze(1)
@@ -166,19 +174,18 @@ def _chunk(
     return picked - total.log(), total.log() + top, entropy
 
 
-def _grad_logits(
+def _gradient_in_place(
     logp: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-) -> Tensor:
-    """(C, V) gradient of the scaled logits; overwrites ``logp`` where it can."""
+) -> None:
+    """``logp`` becomes the gradient of the logits."""
     coefficient = torch.zeros_like(entropy) if grad_logprobs is None else -grad_logprobs
     if grad_entropy is None:
-        grad = logp.exp_().mul_(coefficient[:, None])
+        logp.exp_().mul_(coefficient[:, None])
     else:
         slope = (logp + entropy[:, None]).mul_(-grad_entropy[:, None]).add_(coefficient[:, None])
-        grad = logp.exp_().mul_(slope)
+        logp.exp_().mul_(slope)
     if grad_logprobs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None].to(grad.dtype))
-    return grad
+        logp.scatter_add_(1, targets[:, None], grad_logprobs[:, None].to(logp.dtype))
 
 
 def _mixed_gemm(tensor: Tensor) -> bool:
@@ -186,20 +193,19 @@ def _mixed_gemm(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """(C, V) logits in fp32 (or fp64), already divided by the temperature."""
+def _logits(hidden: Tensor, weight: Tensor, scale: float, room: Tensor | None) -> Tensor:
+    """(C, V) logits in fp32 (or fp64), already divided by the temperature; in ``room`` if there is one."""
     wide = _wide(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         if _mixed_gemm(weight):
             return torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=torch.float32).mul_(scale)
         hidden = hidden.to(wide)
-        if weight.dtype == wide:
-            return torch.mm(hidden, weight.t()).mul_(scale)
-        logits = hidden.new_empty(hidden.shape[0], weight.shape[0])
-        for start in range(0, weight.shape[0], CPU_UPCAST_ROWS):
-            rows = weight[start : start + CPU_UPCAST_ROWS].to(wide)
-            torch.mm(hidden, rows.t(), out=logits[:, start : start + rows.shape[0]])
-        return logits.mul_(scale)
+        logits = hidden.new_empty(len(hidden), len(weight)) if room is None else room[: len(hidden)]
+        step = len(weight) if weight.dtype == wide else CPU_UPCAST_ROWS
+        for start in range(0, len(weight), step):
+            rows = weight[start : start + step].to(wide)
+            torch.mm(hidden, rows.t(), out=logits[:, start : start + len(rows)])
+        return logits if scale == 1.0 else logits.mul_(scale)
 
 
 def _times_weight(grad: Tensor, weight: Tensor) -> Tensor:

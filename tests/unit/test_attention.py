@@ -34,7 +34,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], sca
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-@pytest.mark.parametrize("lengths", [(5,), (1, 1, 1), (7, 1, 12, 3)])
+@pytest.mark.parametrize("lengths", [(5,), (1, 1, 1), (7, 1, 12, 3), (70, 1, 41)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_segment_attention_is_block_diagonal_and_causal(lengths: tuple[int, ...], kv_heads: int) -> None:
     torch.manual_seed(0)
