@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist import cli
 from tests.gpu.system.body import Shape, devices, learned, whole_run
 from tests.integration.runs import command, events, metrics
 
@@ -32,7 +33,7 @@ def on_gpus(name: str, shape: Shape) -> object:
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(Shape(ranks=2, engines=2, staleness=1, device="cpu", steps=3), id="cpu-2-ranks-2-engines"),
+        pytest.param(Shape(ranks=2, staleness=1, device="cpu", steps=3), id="cpu-2-ranks-1-engine"),
         on_gpus("rank-and-engine", Shape()),
         on_gpus("bf16-one-behind", Shape(dtype="bfloat16", staleness=1)),
         on_gpus("2-ranks-tp2", Shape(ranks=2, tensor_parallel=2, staleness=1)),
@@ -48,17 +49,17 @@ def test_a_whole_run(shape: Shape, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", [pytest.param(0, id="cpu"), pytest.param(1, id="1gpu", marks=needs(1))])
-def test_one_device_for_rank_and_engine_is_refused_in_one_message(gpus: int, tmp_path: Path) -> None:
+def test_one_device_for_rank_and_engine_is_refused_in_one_message(
+    gpus: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many GPUs as it may see: too few for a rank and an engine, told before anything starts."""
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))), "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_dist.cli", "check", "quickstart", "weights.backend=nccl"],
-        cwd=tmp_path, env=os.environ | visible, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "the cluster cannot hold this run: no node has room for one more" in done.stderr
-    assert "wanted     learner: 1 x (1 GPU, 0.25 CPU)" in done.stderr.replace("0.25 CPU, 1 GPU", "1 GPU, 0.25 CPU")
-    assert "Traceback" not in done.stderr
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    assert cli.run_command(["check", "quickstart", "weights.backend=nccl"]) == 2
+    said = capfd.readouterr().err
+    assert "the cluster cannot hold this run: no node has room for one more" in said
+    assert "wanted     learner: 1 x (0.25 CPU, 1 GPU)" in said
+    assert f"available  this machine: {os.cpu_count()} CPU, {gpus} GPU" in said
 
 
 @pytest.mark.parametrize("shape", [on_gpus("resume", Shape(staleness=1, steps=6))])
