@@ -1,8 +1,15 @@
-"""The learner against the plain way of doing the same, in one run; prints ratios. `python benchmarks/learner.py`
+"""The learner against the plain way of doing the same, in one run; prints ratios.
+
+    python -m benchmarks.learner [--only update|packing|logprobs] [--rounds 5]
 
     update    ZeRO-3 on one rank / a bare PyTorch loop with the same model, packing, head, loss, clipping and AdamW
-    packing   packed micro-batches / sequences padded to the longest of their micro-batch, long-tailed lengths
-    logprobs  chunked head / log_softmax of a [tokens, vocabulary] tensor: peak memory and time, V 49,152, H 576
+    packing   packed micro-batches / sequences padded to the longest of their micro-batch, long-tailed lengths; and how
+              even the tokens are over 8 ranks
+    logprobs  chunked head / log_softmax of a [tokens, vocabulary] tensor: peak memory, time and error, V 49,152, H 576
+
+Both sides of a ratio take turns in one process. Time is the processor time of that process, with one thread: on a
+machine that is otherwise idle it is the time on the clock, and on a busy one it hardly counts the neighbours. Shown
+are the ratio of the medians, and the range over the rounds.
 
 Left out: generation and publication (benchmarks/rollout.py, benchmarks/publication.py).
 """
@@ -19,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +37,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 
-from grpo_dist.algorithms.logprobs import completion_logprobs
+from grpo_dist.algorithms.logprobs import completion_logprobs, plain_logprobs
 from grpo_dist.algorithms.objective import LossInputs, policy_loss
 from grpo_dist.config import AlgorithmSection, LearnerSection, ModelSection
 from grpo_dist.data.batching import build_batch
@@ -39,7 +47,8 @@ from grpo_dist.types import Sample
 
 SIZES = {  # name: (hidden, layers, vocabulary, samples, median length)
     "toy": (96, 3, 64, 512, 12),
-    "small": (384, 6, 8192, 48, 120),
+    "small": (384, 6, 8192, 24, 120),
+    "packing": (256, 4, 4096, 64, 120),
 }
 
 
@@ -55,11 +64,17 @@ def build_model(folder: Path, hidden: int, layers: int, vocab: int) -> Path:
     return folder
 
 
-def long_tailed(count: int, median: int, vocab: int, longest: int = 1024) -> list[Sample]:
-    rng = np.random.default_rng(0)
+def long_tailed(count: int, median: int, vocab: int) -> list[Sample]:
+    """Lengths are the quantiles of a log-normal distribution (sigma 1), cut at 12 medians, in a fixed random order.
+
+    Quantiles, because the sum of a few dozen draws is luck. Twelve medians: a limit of 8,192 tokens for answers of
+    1,100 on average. A quarter of each sequence is prompt.
+    """
+    rng, normal = np.random.default_rng(0), statistics.NormalDist()
+    quantiles = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
+    lengths = np.clip(median * np.exp(rng.permutation(quantiles)), 4, 12 * median).astype(int)
     out = []
-    for i in range(count):
-        n = int(np.clip(rng.lognormal(np.log(median), 1.0), 4, longest))
+    for i, n in enumerate(lengths):
         mask = np.arange(n) >= max(1, n // 4)
         out.append(
             Sample(
@@ -74,16 +89,26 @@ def long_tailed(count: int, median: int, vocab: int, longest: int = 1024) -> lis
     return out
 
 
-def alternate(repeats: int, *functions: Callable[[], object]) -> list[float]:
-    """Median seconds of each; taken in turns, so a busy neighbour hits all. The first round is not counted."""
-    seconds: list[list[float]] = [[] for _ in functions]
-    for turn in range(repeats + 1):
-        for function, kept in zip(functions, seconds, strict=True):
-            started = time.perf_counter()
-            function()
+def in_turns(rounds: int, **ways: Callable[[], object]) -> dict[str, list[float]]:
+    """Processor seconds of each in each round. The first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            started = time.process_time()
+            way()
             if turn:
-                kept.append(time.perf_counter() - started)
-    return [statistics.median(s) for s in seconds]
+                seconds[name].append(time.process_time() - started)
+    return seconds
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """Of the medians, and the range of the rounds' own ratios."""
+    each = [a / b for a, b in zip(above, below, strict=True)]
+    return {"ratio": statistics.median(above) / statistics.median(below), "lowest": min(each), "highest": max(each)}
+
+
+MICRO_BATCH_TOKENS = 4096
+PADDED_SAMPLES = 8  # of a padded micro-batch
 
 
 class BareLoop:
@@ -151,39 +176,56 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def bench_update(size: str, repeats: int) -> dict[str, float]:
-    """Own process: one ZeRO-3 rank and the bare loops in turns."""
+def bench_update(size: str, rounds: int) -> dict[str, Any]:
+    """Own process: one ZeRO-3 rank, and in turns with it the bare loop (for "packing", the padded one)."""
     from grpo_dist.learner.zero3 import Zero3Policy
 
+    # As the rank's actor does: DeepSpeed calls names that torch has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     hidden, layers, vocab, count, median = SIZES[size]
     with tempfile.TemporaryDirectory() as folder:
         path = build_model(Path(folder) / "model", hidden, layers, vocab)
         section = ModelSection(path=str(path), dtype="float32")
-        learner = LearnerSection(ranks=1, micro_batch_tokens=4096)
+        learner = LearnerSection(ranks=1, micro_batch_tokens=MICRO_BATCH_TOKENS)
         spec = LearnerSpec(
             section, AlgorithmSection(), learner, 0, 1, "127.0.0.1", free_port(), 1.0, 1000, 0, collective_seconds=60
         )
         bare, padded = _before_deepspeed(section, learner)
         policy = Zero3Policy(spec)
         samples = long_tailed(count, median, vocab)
-        batch = build_batch(samples, ranks=1, micro_batch_tokens=learner.micro_batch_tokens)
+        batch = build_batch(samples, ranks=1, micro_batch_tokens=MICRO_BATCH_TOKENS)
         counts = {"loss_tokens": batch.loss_tokens, "loss_sequences": batch.loss_sequences}
-        ours, plain, pad = alternate(
-            repeats,
-            lambda: policy.update([batch.of_rank(0)]),
-            lambda: bare.update(batch.shards[0], **counts),
-            lambda: padded.update_samples(samples, 8),
-        )
-    tokens = sum(len(s.token_ids) for s in samples)
+        ways: dict[str, Callable[[], object]] = {
+            "bare": lambda: bare.update(batch.shards[0], **counts),
+            "padded": lambda: padded.update_samples(samples, PADDED_SAMPLES),
+        }
+        other = "padded" if size == "packing" else "bare"
+        seconds = in_turns(rounds, zero3=lambda: policy.update([batch.of_rank(0)]), **{other: ways[other]})
+    lengths = [len(s.token_ids) for s in samples]
+    slots = sum(PADDED_SAMPLES * max(lengths[i : i + PADDED_SAMPLES]) for i in range(0, count, PADDED_SAMPLES))
     return {
         "parameters": sum(p.numel() for p in bare.model.parameters()),
-        "tokens": tokens,
-        "zero3_tokens_per_second": tokens / ours,
-        "bare_tokens_per_second": tokens / plain,
-        "padded_tokens_per_second": tokens / pad,
-        "zero3_over_bare": plain / ours,
-        "zero3_over_padded": pad / ours,
+        "tokens": sum(lengths),
+        "padded_tokens": slots,
+        "tokens_per_second": {name: sum(lengths) / statistics.median(s) for name, s in seconds.items()},
+        f"zero3_over_{other}": ratio(seconds[other], seconds["zero3"]),
     }
+
+
+def imbalance(ranks: int = 8, draws: int = 20) -> float:
+    """Tokens of the fullest rank, summed over the micro-batches that all wait for, over an even share: the worst of some
+    draws. 512 samples, log-normal, 1,098 tokens on average, limit 8,192, budget 16,384."""
+    worst = 0.0
+    for seed in range(draws):
+        rng = np.random.default_rng(seed)
+        samples = []
+        for i, n in enumerate(np.clip(rng.lognormal(np.log(666), 1.0, 512), 4, 8192).astype(int)):
+            values = np.zeros(n, np.float32)
+            samples.append(Sample(0, i, np.ones(n, np.int64), np.arange(n) > 0, values, values))
+        shards = build_batch(samples, ranks=ranks, micro_batch_tokens=16_384).shards
+        turns = [max(len(micro.token_ids) for micro in turn) for turn in zip(*shards, strict=True)]
+        worst = max(worst, sum(turns) * ranks / sum(len(s.token_ids) for s in samples))
+    return worst
 
 
 def _before_deepspeed(section: ModelSection, learner: LearnerSection) -> tuple[BareLoop, PaddedLoop]:
@@ -191,8 +233,8 @@ def _before_deepspeed(section: ModelSection, learner: LearnerSection) -> tuple[B
     return BareLoop(section, learner), PaddedLoop(section, learner)
 
 
-def bench_logprobs(way: str, repeats: int) -> dict[str, float]:
-    """Forward and backward with both gradients: seconds of both ways in turns, or peak memory of one way alone."""
+def bench_logprobs(way: str, rounds: int) -> dict[str, Any]:
+    """Forward and backward with both gradients: seconds of both ways in turns, errors, or peak memory of one way."""
     torch.manual_seed(0)
     tokens, width, vocab = 2048, 576, 49_152
     hidden = torch.randn(tokens, width, requires_grad=True)
@@ -211,9 +253,12 @@ def bench_logprobs(way: str, repeats: int) -> dict[str, float]:
         function().backward()
         hidden.grad = weight.grad = None
 
-    if way == "both":
-        ours, naive = alternate(repeats, lambda: run(chunked), lambda: run(plain))
-        return {"chunked": ours, "plain": naive}
+    if way == "seconds":
+        return in_turns(rounds, chunked=lambda: run(chunked), plain=lambda: run(plain))
+    if way == "errors":
+        return {
+            dtype: _error(hidden[:256], weight, ids[:256], getattr(torch, dtype)) for dtype in ("float32", "bfloat16")
+        }
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here
     before = _status("VmRSS")
@@ -221,43 +266,81 @@ def bench_logprobs(way: str, repeats: int) -> dict[str, float]:
     return {"peak_mib": (_status("VmHWM") - before) / 2**20}
 
 
+@torch.no_grad()
+def _error(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> float:
+    """Largest difference to the log-probabilities of the same (rounded) inputs in fp64."""
+    hidden, weight, lengths = hidden.to(dtype), weight.to(dtype), torch.tensor([len(ids)])
+    found = completion_logprobs(hidden, weight, ids, lengths, torch.arange(len(ids)) > 0, need_entropy=False)[0]
+    exact = plain_logprobs(hidden.double() @ weight.double().T, ids, lengths)[0]
+    return float((found - exact).abs().max())
+
+
 def _status(key: str) -> int:
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
     return int(line.split()[1]) * 1024
 
 
-def in_own_process(*arguments: str) -> dict[str, float]:
-    command = [sys.executable, __file__, "--part", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+def in_own_process(kind: str, name: str, rounds: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.learner", "--part", kind, name, "--rounds", str(rounds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1])
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def report_update(rounds: int) -> dict[str, Any]:
+    results = {}
+    for size in ("toy", "small"):
+        r = results[size] = in_own_process("update", size, rounds)
+        tell(f"update, {size} ({r['parameters'] / 1e6:.1f}M parameters, {r['tokens']:,} tokens a step)")
+        tell(f"  ZeRO-3, one rank   {r['tokens_per_second']['zero3']:9,.0f} tokens/s")
+        tell(f"  bare PyTorch loop  {r['tokens_per_second']['bare']:9,.0f} tokens/s")
+        tell(f"  ratio              {shown(r['zero3_over_bare'])}")
+    return results
+
+
+def report_packing(rounds: int) -> dict[str, Any]:
+    r = in_own_process("update", "packing", rounds)
+    r["imbalance_of_8_ranks"] = imbalance()
+    tell(f"packing ({r['parameters'] / 1e6:.1f}M parameters, {r['tokens']:,} tokens, padded {r['padded_tokens']:,})")
+    tell(f"  packed, ZeRO-3     {r['tokens_per_second']['zero3']:9,.0f} tokens/s")
+    tell(f"  padded             {r['tokens_per_second']['padded']:9,.0f} tokens/s")
+    tell(f"  ratio              {shown(r['zero3_over_padded'])}")
+    tell(f"  fullest of 8 ranks over an even share, worst of 20 draws: {r['imbalance_of_8_ranks']:.4f}")
+    return r
+
+
+def report_logprobs(rounds: int) -> dict[str, Any]:
+    seconds = in_own_process("logprobs", "seconds", rounds)
+    peak = {way: in_own_process("logprobs", way, 1)["peak_mib"] for way in ("chunked", "plain")}
+    errors, times = in_own_process("logprobs", "errors", 1), ratio(seconds["chunked"], seconds["plain"])
+    tell("log-probabilities, forward and backward, 2,048 tokens, V 49,152, H 576, fp32; memory above the inputs")
+    for way in ("chunked", "plain"):
+        tell(f"  {way:<11} {statistics.median(seconds[way]):6.2f} s  {peak[way]:6.0f} MiB")
+    tell(f"  ratio       {shown(times)} of the time, {peak['chunked'] / peak['plain']:.2f} of the memory")
+    tell(f"  largest error against fp64: fp32 {errors['float32']:.1e}, bf16 {errors['bfloat16']:.1e}")
+    return {"seconds": seconds, "time": times, "peak_mib": peak, "errors": errors}
+
+
+def shown(r: dict[str, float]) -> str:
+    return f"{r['ratio']:.2f} ({r['lowest']:.2f} to {r['highest']:.2f})"
+
+
+PARTS = {"update": report_update, "packing": report_packing, "logprobs": report_logprobs}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=sorted(PARTS))
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
         logging.disable(logging.WARNING)
         kind, name = options.part
-        found = (bench_update if kind == "update" else bench_logprobs)(name, options.repeats)
+        found = (bench_update if kind == "update" else bench_logprobs)(name, options.rounds)
         print(json.dumps(found), flush=True)
         os._exit(0)  # DeepSpeed's process group sometimes aborts while the interpreter ends
-    results: dict[str, Any] = {}
-    for size in SIZES:
-        r = results[size] = in_own_process("update", size, "--repeats", str(options.repeats))
-        tell(f"update, {size} ({r['parameters'] / 1e6:.1f}M parameters, {r['tokens']:.0f} tokens a step), tokens/s")
-        tell(f"  ZeRO-3, one rank      {r['zero3_tokens_per_second']:9.0f}")
-        tell(f"  bare PyTorch loop     {r['bare_tokens_per_second']:9.0f}   ratio {r['zero3_over_bare']:.2f}")
-        tell(f"  padded, full logits   {r['padded_tokens_per_second']:9.0f}   ratio {r['zero3_over_padded']:.2f}")
-    seconds = in_own_process("logprobs", "both", "--repeats", "3")
-    peak = {way: in_own_process("logprobs", way)["peak_mib"] for way in ("chunked", "plain")}
-    tell("log-probabilities, forward and backward, 2,048 tokens, V 49,152, H 576, fp32; memory above the inputs")
-    tell(f"  chunked      {seconds['chunked']:6.2f} s  {peak['chunked']:6.0f} MiB")
-    tell(f"  log_softmax  {seconds['plain']:6.2f} s  {peak['plain']:6.0f} MiB")
-    results["logprobs"] = {way: {"seconds": seconds[way], "peak_mib": peak[way]} for way in peak}
-    tell(f"  ratio        {seconds['chunked'] / seconds['plain']:6.2f}    {peak['chunked'] / peak['plain']:6.2f}")
-    print(json.dumps({"benchmark": "learner", **results}))
+    wanted = [options.only] if options.only else list(PARTS)
+    print(json.dumps({"benchmark": "learner"} | {part: PARTS[part](options.rounds) for part in wanted}))
 
 
 def tell(line: str) -> None:
