@@ -213,8 +213,8 @@ def bench_update(size: str, rounds: int) -> dict[str, Any]:
 
 
 def imbalance(ranks: int = 8, draws: int = 20) -> float:
-    """Tokens of the fullest rank, summed over the micro-batches that all wait for, over an even share: the worst of some
-    draws. 512 samples, log-normal, 1,098 tokens on average, limit 8,192, budget 16,384."""
+    """Tokens of the fullest rank, summed over the micro-batches that all wait for, over an even share: the worst of
+    some draws. 512 samples, log-normal, 1,098 tokens on average, limit 8,192, budget 16,384."""
     worst = 0.0
     for seed in range(draws):
         rng = np.random.default_rng(seed)
