@@ -96,7 +96,10 @@ def save(engine: Any, folder: Path, extra: dict[str, Any], beside: dict[str, Any
     """
     writer: LockstepWriter = engine.checkpoint_engine
     writer.failure = None
-    engine.save_checkpoint(str(folder), tag=TAG, client_state={"grpo_dist": extra}, save_latest=False)
+    # What is frozen (with LoRA: the whole model) is read from the model folder again.
+    engine.save_checkpoint(
+        str(folder), tag=TAG, client_state={"grpo_dist": extra}, save_latest=False, exclude_frozen_parameters=True
+    )
     for name, content in beside.items():
         writer.save(content, str(folder / TAG / name))
     try:
@@ -121,7 +124,8 @@ def load(engine: Any, folder: Path, *, rank: int, world: int) -> dict[str, Any]:
             _convert(folder, source)
         raise_together(_wait_converted(source))
     engine._config.load_universal_checkpoint = saved != world
-    path, client = engine.load_checkpoint(str(source), tag=TAG)
+    complete = all(p.requires_grad for p in engine.module.parameters())
+    path, client = engine.load_checkpoint(str(source), tag=TAG, load_module_strict=complete)
     if path is None:
         raise CheckpointError(f"DeepSpeed found nothing to load under {source / TAG}")
     for state in engine.optimizer.optimizer.state.values():

@@ -78,7 +78,8 @@ def gradient_error(policy: Zero3Policy) -> float:
     try:
         policy.engine.set_gradient_accumulation_boundary(True)
         value = policy.logprobs_with_gradient(packed).sum() * (1.0 if policy.spec.rank == 0 else 0.0)
-        policy.engine.backward(value * policy.spec.world, scale_wrt_gas=False)
+        # Without DeepSpeed's loss scale: one token's gradient, times 65,536, is more than fp16 holds.
+        policy.engine.backward(value * policy.spec.world / policy.loss_scale, scale_wrt_gas=False)
     finally:
         handle.remove()
     stored = policy.full_gradient(parameter).flatten().double()

@@ -42,7 +42,7 @@ from grpo_dist.learner.model import Packed, load_model, replace_head, token_logi
 from grpo_dist.learner.optimizer import parameter_groups, set_constants
 from grpo_dist.learner.reference import Reference
 from grpo_dist.learner.spec import LearnerSpec, learning_rate
-from grpo_dist.metrics import Max, Stats, merge_stats, merge_updates
+from grpo_dist.metrics import Max, Stats, merge_stats, merge_updates, stat_values
 from grpo_dist.types import FloatArray, MicroBatch, RankBatch, TensorInfo
 from grpo_dist.weights.source import ShardedTensor, StagedWeights, ZeroWeightSource
 
@@ -91,6 +91,8 @@ class Zero3Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=self._config)
         self.engine.train()
+        # At the smallest scale DeepSpeed would raise; skipped updates are counted and the run stops by a rule of its own.
+        self.engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         ds_checkpoint.write_in_lockstep(self.engine)
         self._reference = self._make_reference() if spec.algorithm.kl.beta > 0 else None
         self._source = self._weight_source()
@@ -153,19 +155,44 @@ class Zero3Policy:
         """Statistics, and whether weights were changed."""
         for group in self.engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
+        overflows = 0
+        while True:
+            stats, applied = self._try_update(batch, old)
+            if applied or batch.loss_tokens == 0 or not self._scale_was_too_large(stats):
+                break
+            overflows += 1
+        if self.spec.model.dtype == "float16":
+            stats |= {"train/loss_scale": Max(self.loss_scale), "train/overflows": Max(overflows)}
+        if applied:
+            stats["train/grad_norm"] = Max(float(self.engine.get_global_grad_norm() or 0.0))
+        return stats, applied
+
+    def _try_update(self, batch: RankBatch, old: Sequence[FloatArray | None]) -> tuple[Stats, bool]:
         parts = []
         for k, (micro, old_logprobs) in enumerate(zip(batch.micro, old, strict=True)):
             self.engine.set_gradient_accumulation_boundary(k == len(batch.micro) - 1)
             parts.append(self._backward(micro, batch.loss_tokens, batch.loss_sequences, old_logprobs))
-        applied = False
-        if batch.loss_tokens > 0:
-            self.engine.step()
-            applied = bool(self.engine.was_step_applied())
-        else:
+        if batch.loss_tokens == 0:
             self.engine.optimizer.zero_grad()
-        if applied:
-            parts.append({"train/grad_norm": Max(float(self.engine.get_global_grad_norm() or 0.0))})
-        return merge_stats(parts), applied
+            return merge_stats(parts), False
+        self.engine.step()
+        return merge_stats(parts), bool(self.engine.was_step_applied())
+
+    def _scale_was_too_large(self, stats: Stats) -> bool:
+        """Of an update that was not applied: fp16 gradients overflowed although the loss is finite on every rank.
+
+        DeepSpeed has halved its loss scale then, and the same batch is tried again: finding the scale costs no data.
+        """
+        if self.spec.model.dtype != "float16" or self.loss_scale <= 1:
+            return False
+        finite = torch.tensor([float(np.isfinite(stat_values(stats).get("train/loss", 0.0)))], device=self.device)
+        torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
+        return bool(finite)
+
+    @property
+    def loss_scale(self) -> float:
+        """What DeepSpeed multiplies the loss by: 1 but for fp16."""
+        return float(self.engine.optimizer.loss_scaler.cur_scale)
 
     def _backward(
         self, batch: MicroBatch, loss_tokens: int, loss_sequences: int, old_logprobs: FloatArray | None = None
