@@ -91,7 +91,7 @@ class Zero3Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=self._config)
         self.engine.train()
-        # At the smallest scale DeepSpeed would raise; skipped updates are counted and the run stops by a rule of its own.
+        # At the smallest scale DeepSpeed would raise; skipped updates are counted, and the run stops by its own rule.
         self.engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         ds_checkpoint.write_in_lockstep(self.engine)
         self._reference = self._make_reference() if spec.algorithm.kl.beta > 0 else None
