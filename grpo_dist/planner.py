@@ -180,7 +180,8 @@ def _parts(total: int, parts: dict[str, int]) -> str:
 
 def _fleet(made: Plan) -> list[tuple[str, str]]:
     wanted = gpus_wanted(made.recipe)
-    rows = [("GPUs", f"{wanted['learner']} for the learner, {wanted['rollout']} for engines")]
+    judges = f", {wanted['verifier']} for reward models" if wanted["verifier"] else ""
+    rows = [("GPUs", f"{wanted['learner']} for the learner, {wanted['rollout']} for engines{judges}")]
     for one in made.machines:
         size = f" of {bytes_text(one.gpu_bytes)}" if one.gpu_bytes else ""
         text = f"{', '.join(one.roles)}: {one.nodes} x {one.gpus} GPUs{size}"

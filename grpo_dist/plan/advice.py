@@ -7,6 +7,7 @@ Left out: speed. How long a rollout or an update takes is measured by a run (`ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -124,11 +125,13 @@ def _engine(plan: Plan, gpu_bytes: int | None) -> Iterator[str]:
 
 
 def gpus_wanted(recipe: Recipe) -> dict[str, int]:
-    """Role -> GPUs of a run on GPUs."""
+    """Role -> GPUs of a run on GPUs; reward models count where the verifiers are."""
+    judges = sum(use.name == "reward_model" for use in recipe.verifiers.use)
+    section = recipe.verifiers.reward_model
     return {
         "learner": recipe.learner.ranks,
         "rollout": recipe.rollout.workers * recipe.rollout.tensor_parallel,
-        "verifier": 0,
+        "verifier": math.ceil(judges * section.workers * section.gpus),
         "head": 0,
     }
 

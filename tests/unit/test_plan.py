@@ -311,6 +311,12 @@ class TestAdvice:
         assert found.problems == []
         assert len([text for text in found.warnings if _matches(says, text)]) == 1, found.warnings
 
+    def test_reward_models_take_gpus_too(self) -> None:
+        uses = {"use": [{"name": "exact"}, {"name": "reward_model", "path": "x"}]}
+        section = {"reward_model": {"workers": 3, "gpus": 0.5}}
+        found = make_plan(large(verifiers=uses | section), EIGHT, self.NODES)
+        assert found.problems == ["roles.rollout: 1 nodes x 8 GPUs, the recipe wants 10 (rollout 8, verifier 2)"]
+
     def test_weights_that_fill_the_gpu(self) -> None:
         found = make_plan(large(), EIGHT, gpu_bytes=16 * GB)
         assert any("leave no room for a cache on a GPU of 16 GB" in text for text in found.problems)
