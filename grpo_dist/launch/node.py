@@ -243,6 +243,17 @@ class Node:
     # ---- the others
 
     def _run_worker(self) -> int:
+        deadline = time.monotonic() + self.options.wait
+        while (code := self._stay_joined()) is None:
+            # Ray's own limit for a start is 30 s, which slow storage or a busy head can exceed.
+            if time.monotonic() > deadline:
+                raise self._ray_ended()
+            self.say("Ray did not start in its time: once more")
+            end_descendants(os.getpid(), 20)
+        return code
+
+    def _stay_joined(self) -> int | None:
+        """Joins, and stays until the run, this node or Ray ends; None when Ray was too slow to start."""
         address = self._wait_for_head()
         if self.signal is not None or address is None:
             return 0 if self.signal is None else 128 + self.signal
@@ -270,6 +281,8 @@ class Node:
             return 128 + self.signal
         if self.folder.exit_code() is not None or not answers(address):
             return 0  # the head went first
+        if "timed out during startup" in last_lines(self.log, 3):
+            return None
         raise self._ray_ended()
 
     def _wait_for_head(self) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
@@ -90,7 +90,8 @@ class RayApi:
         self, node_ip: str, pid: int, suffix: str, ended: Callable[[], bool], *, follow: bool
     ) -> Iterator[str]:
         """Output of one worker process, by the node it lives on and its pid."""
-        query = urlencode({"node_ip": node_ip, "pid": pid, "suffix": suffix, "lines": -1, "timeout": SECONDS})
+        of = {"pid": pid, "suffix": suffix, "lines": -1, "timeout": SECONDS}
+        query = urlencode(of | self._node_with_log(node_ip, of))
         if not follow:
             yield self._checked(self._request("GET", f"/api/v0/logs/file?{query}")).text
             return
@@ -98,6 +99,16 @@ class RayApi:
         yield from self._stream(lambda session: _lines(session, url), ended)
 
     # ---- plumbing
+
+    def _node_with_log(self, node_ip: str, of: Mapping[str, Any]) -> dict[str, str]:
+        """How to name the node in a query: several nodes may share an address, on a machine that is cut into nodes."""
+        found = self._json("GET", "/api/v0/nodes?limit=10000&detail=0")["data"]["result"]["result"]
+        ids = [node["node_id"] for node in found if node["node_ip"] == node_ip and node["state"] == "ALIVE"]
+        for node in ids if len(ids) > 1 else []:
+            query = urlencode({**of, "lines": 1, "node_id": node})
+            if self._request("GET", f"/api/v0/logs/file?{query}").status_code == 200:
+                return {"node_id": node}
+        return {"node_ip": node_ip}
 
     def _stream(
         self, source: Callable[[aiohttp.ClientSession], AsyncIterator[str]], ended: Callable[[], bool]
