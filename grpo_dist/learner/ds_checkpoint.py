@@ -16,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from torch import Tensor
 
 from grpo_dist.errors import CheckpointError
 from grpo_dist.learner.lockstep import raise_together
@@ -135,6 +137,16 @@ def load(engine: Any, folder: Path, *, rank: int, world: int) -> dict[str, Any]:
     if saved != world and rank == 0:
         shutil.rmtree(source, ignore_errors=True)
     return {**client["grpo_dist"], "same_world": saved == world}
+
+
+def own_shard(saved: Sequence[Tensor], numel: int, rank: int, size: int) -> Tensor:
+    """``rank``'s part, of at most ``size`` elements, of a tensor of ``numel`` elements that lies in equal shards.
+
+    The last shards are padded, or empty: what is beyond ``numel`` means nothing.
+    """
+    if len(saved[0]) == size and rank < len(saved):  # as it was cut then
+        return saved[rank][: max(0, numel - rank * size)]
+    return torch.cat(list(saved))[:numel][rank * size : (rank + 1) * size]
 
 
 def _convert(folder: Path, out: Path) -> None:

@@ -10,7 +10,6 @@ parameters that DeepSpeed keeps whole. A reference that moves is part of a check
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from grpo_dist.errors import CheckpointError, UserError
-from grpo_dist.learner.ds_checkpoint import TAG
+from grpo_dist.learner.ds_checkpoint import TAG, own_shard
 from grpo_dist.learner.ds_config import reference_config
 from grpo_dist.learner.model import Packed, load_model, replace_head, token_logprobs
 from grpo_dist.learner.spec import LearnerSpec
@@ -101,13 +100,6 @@ class Reference:
         if whole:
             whole[0].partition(whole)
             whole[0].all_gather(whole)
-
-
-def own_shard(saved: Sequence[Tensor], numel: int, rank: int, size: int) -> Tensor:
-    """``rank``'s shard, at most ``size`` elements, of a tensor of ``numel`` elements that lies in equal shards."""
-    if len(saved) and len(saved[0]) == size:  # as many ranks as then
-        return saved[rank][: max(0, numel - rank * size)]
-    return torch.cat(list(saved))[:numel][rank * size : (rank + 1) * size]
 
 
 def _refuse_other_copies(name: str, parameter: Any) -> None:
