@@ -1,7 +1,7 @@
 """Is this machine fit to be a node: shared memory, temporary space, open files, interface variables.
 
 Each check returns findings with what to do about them; nothing is changed. Used by the node runner before Ray starts
-and by `grpo-dist doctor`. Left out: GPUs and collectives, which need the cluster (submit/preflight.py).
+and by `grpo-dist doctor`. Left out: GPUs (doctor/) and collectives (fleet/preflight.py).
 """
 
 from __future__ import annotations
