@@ -132,4 +132,5 @@ SHAPES: dict[str, ModelShape] = {
         family="qwen3_moe",
     ),
     "quickstart": ModelShape(2, 128, 4, 2, 32, 256, 55, True, 64, qk_norm=True, family="qwen3"),
+    "smollm2": ModelShape(30, 576, 9, 3, 64, 1536, 49_152, True, 8192, family="llama"),
 }  # fmt: skip
