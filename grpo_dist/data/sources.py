@@ -229,7 +229,10 @@ def _read_datasets(row_source: DataSource) -> Iterator[Row]:
     _refuse_other_folders(row_source)
     try:
         if (Path(source) / "dataset_dict.json").exists() or (Path(source) / "state.json").exists():
-            loaded = datasets.load_from_disk(source)
+            try:
+                loaded = datasets.load_from_disk(source)
+            except IndexError:  # of a data set without rows no file is written, and reading it back fails (5.2)
+                return
         else:
             loaded = datasets.load_dataset(source, row_source.subset)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import resource
 from pathlib import Path
@@ -213,6 +214,18 @@ def test_chat_template_with_one_bos(tmp_path: Path, tiny_model: Path) -> None:
         assert stream.request(i).prompt.token_ids[0] == tokenizer.bos_token_id
 
 
+def test_prompts_are_measured_after_the_chat_template(tmp_path: Path, tiny_model: Path) -> None:
+    """g1: at the limit - 1, the limit and the limit + 1, template included: two kept whole, the third dropped."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = CHAT
+    around = len(tokenizer(f"<bos>[user:{'1' * 20}]>", add_special_tokens=False)["input_ids"]) - 20
+    made = [{"prompt": "1" * (32 - around + more), "answer": 1} for more in (-1, 0, 1)]
+    stream = load(write(tmp_path, made), tokenizer, template="chat", max_prompt_tokens=32)
+    kept = sorted((len(p.token_ids), p.text) for p in stream.prompts())
+    assert kept == [(31 + i, f"<bos>[user:{made[i]['prompt']}]>") for i in range(2)]
+    assert stream.dropped["too_long"] == 1
+
+
 def test_raw_prompt_gets_the_bos_that_the_tokenizer_adds(tmp_path: Path, tiny_model: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
@@ -404,3 +417,66 @@ def test_a_template_that_refuses_is_a_bad_row(tmp_path: Path, tiny_model: Path) 
     rows = [{"prompt": [{"role": "user", "content": "a"}] * 2, "answer": 1}, {"prompt": "a", "answer": 1}]
     with pytest.raises(DataError, match=r"rows.jsonl:1, column 'prompt': wanted messages .* \(one at a time\)"):
         load(write(tmp_path, rows), tokenizer, template="chat")
+
+
+def as_file(folder: Path, kind: str, made: list[dict[str, Any]]) -> Path:
+    """The same rows in each format."""
+    path = folder / f"made.{kind}"
+    columns = ("prompt", "answer")
+    if kind in ("jsonl", "ndjson"):
+        return write(folder, made, path.name)
+    if kind == "json":
+        path.write_text(json.dumps(made))
+    elif kind in ("csv", "tsv"):
+        with path.open("w", newline="", encoding="utf-8") as out:
+            table = csv.writer(out, delimiter="," if kind == "csv" else "\t")
+            table.writerow(columns)
+            table.writerows([row.get(column, "") for column in columns] for row in made)
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        text = pyarrow.string()
+        columns_of = {column: pyarrow.array([row.get(column) for row in made], text) for column in columns}
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table(columns_of), path)
+        else:
+            import datasets
+
+            datasets.Dataset(pyarrow.table(columns_of)).save_to_disk(str(path))
+    return path
+
+
+FORMATS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "folder"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format(kind: str, tmp_path: Path, tokenizer: Any) -> None:
+    """No row, one row, unicode, a row twice, equal prompts with different golds, and rows without an answer."""
+    with pytest.raises(DataError, match=r"has no rows|no row"):
+        load(as_file(tmp_path, kind, []), tokenizer)
+    made = [{"prompt": "1+1=", "answer": "2"}]
+    (tmp_path / "one").mkdir()
+    one = load(as_file(tmp_path / "one", kind, made), tokenizer)
+    assert (len(one), one.request(5).prompt.text, one.request(5).epoch) == (1, "1+1=", 5)
+    made += [
+        {"prompt": "日本 é 1+1=", "answer": "2"},
+        {"prompt": "1+1=", "answer": "2"},
+        {"prompt": "1+1=", "answer": "3"},
+    ]
+    (tmp_path / "four").mkdir()
+    four = load(as_file(tmp_path / "four", kind, made), tokenizer, shuffle=False)
+    got = [four.request(i).prompt for i in range(4)]
+    assert [(p.text, p.answer) for p in got[2:]] == [("1+1=", "2"), ("1+1=", "3")]
+    assert len({p.id for p in got}) == 4
+    (tmp_path / "bad").mkdir()
+    bad = [{"prompt": "1"}, *made, {"prompt": "", "answer": "2"}, {"prompt": "2", "answer": "Tuesday"}]
+    with pytest.raises(DataError) as error:
+        load(as_file(tmp_path / "bad", kind, bad), tokenizer)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 3
+    first = 2 if kind in ("csv", "tsv") else 1  # below the header
+    for line, number, column in zip(lines, (first, first + 5, first + 6), ("answer", "prompt", "answer"), strict=True):
+        place = f"made.{kind}[train]" if kind == "folder" else f"made.{kind}"
+        assert f"{place}:{number}, column '{column}': wanted" in line
+        assert "found" in line or "not" in line
