@@ -37,7 +37,9 @@ QUIET = ("evaluate.every=0", "data.evaluation.size=0", "checkpoint.every=0", "tr
 
 
 def settings(steps: int) -> list[str]:
-    return [*QUIET, f"run.steps={steps}", f"rollout.threads={CORES}", f"learner.threads={CORES}"]
+    # TRL trains on groups without spread, too: the same work for both.
+    same = "algorithm.filters.zero_variance=keep"
+    return [*QUIET, same, f"run.steps={steps}", f"rollout.threads={CORES}", f"learner.threads={CORES}"]
 
 
 def ours(folder: Path, steps: int) -> list[dict[str, float]]:
