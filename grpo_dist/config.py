@@ -52,7 +52,9 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    path: str = Field(description="Hugging Face model folder or hub name; 'quickstart' builds the toy policy, 'smollm2' unpacks SmolLM2-135M.")
+    path: str = Field(
+        description="Hugging Face model folder or hub name; 'quickstart' builds the toy policy, 'smollm2' unpacks SmolLM2-135M."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of weights and activations.")
     attention: Literal["auto", "segment", "varlen", "eager"] = Field(
         "auto", description="How packed sequences attend: 'auto' takes varlen on CUDA and segment on CPU."
