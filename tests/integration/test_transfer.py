@@ -18,6 +18,7 @@ import torch
 
 from grpo_dist.errors import PublicationError
 from grpo_dist.rollout.engine import SamplingSpec
+from grpo_dist.rollout.seeds import group_seed
 from grpo_dist.types import RolloutGroup
 from tests.integration.engines import (
     SenderProbe,
@@ -98,6 +99,21 @@ def test_two_ranks_compute_what_one_computes(bench: Bench) -> None:
     for worker in (tied, pair):
         version = worker.call("version")
         assert worst_error(worker.generate(request(0, seed=1), SPEC), {version: model}) < EXACT
+
+
+def test_one_prompt_on_two_engines(bench: Bench) -> None:
+    """A group is its seed, wherever it is sampled; the same prompt as another group, on any engine, is sampled anew."""
+    (tied, pair), _ = bench.use("tied", "pair")
+    first, next_epoch, other_row = (group_seed(0, epoch, row, 4) for epoch, row in ((0, "p1"), (1, "p1"), (0, "p2")))
+
+    def tokens(worker: Worker, seed: int) -> list[tuple[int, ...]]:
+        return [c.token_ids for c in worker.generate(request(1, seed=seed), SPEC).completions]
+
+    here = tokens(tied, first)
+    assert tokens(pair, first) == here
+    assert tokens(tied, first) == here
+    elsewhere = [*tokens(pair, next_epoch), *tokens(pair, other_row)]
+    assert len({*here, *elsewhere}) == 12
 
 
 @pytest.mark.parametrize("names", [("tied", "pair"), ("untied",)])
