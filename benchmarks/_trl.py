@@ -30,15 +30,17 @@ class StepTimes(TrainerCallback):
 
     def __init__(self) -> None:
         self.began, self.generate, self.verify, self.tokens, self.reward = 0.0, 0.0, 0.0, 0, 0.0
+        self.cpu = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.began, self.generate, self.verify = time.monotonic(), 0.0, 0.0
+        self.began, self.cpu, self.generate, self.verify = time.monotonic(), time.process_time(), 0.0, 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         seconds = time.monotonic() - self.began
         row = {
             "step": state.global_step, "seconds": seconds, "generate": self.generate, "verify": self.verify,
             "learn": seconds - self.generate - self.verify, "tokens": self.tokens, "reward": self.reward,
+            "cpu": time.process_time() - self.cpu,
         }  # fmt: skip
         print(json.dumps(row), flush=True)
 

@@ -7,6 +7,9 @@ order, with the same seed, sampling, verifier, clipping and rates, each with as 
 is a process of its own (ours: ``grpo-dist train smollm2``), never two at once; its first step warms up and is not
 counted. The samples themselves differ: the two draw with different generators. Ours ends each step with the new weights
 in the engine, which is in its time; TRL generates with the weights it trains.
+
+Beside the time on the wall stands the CPU time of all processes of a step: on a machine that does other things, too, it
+is the one to compare.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,7 @@ from grpo_dist.config import Recipe
 from grpo_dist.model_folder import load_inputs
 from grpo_dist.recipe_file import load_recipe
 
+MARK = "GRPO_DIST_BENCH"
 PARTS = ("generate", "verify", "learn", "publish")
 LIMIT_SECONDS = 1200
 TARGET = 3.0
@@ -45,16 +51,54 @@ def settings(steps: int) -> list[str]:
 def ours(folder: Path, steps: int) -> list[dict[str, float]]:
     """Steps of ``grpo-dist train smollm2``, as its run folder tells them."""
     command = [sys.executable, "-m", "grpo_dist.cli", "train", "smollm2", f"run.out={folder}", *settings(steps)]
-    _run(command, folder)
+    clock = CpuClock()
+    with clock:
+        _run(command, folder)
     rows = [json.loads(line) for line in (folder / "smollm2" / "metrics.jsonl").read_text().splitlines()]
     return [
         {
             "seconds": row["time/step"], "generate": row["time/rollout_wait"], "verify": row["time/verify_wait"],
             "learn": row["time/learn"], "publish": row["time/publish"], "tokens": row["rollout/completion_tokens"],
             "reward": row["rollout/reward_mean"],
+            "cpu": clock.at(row["time"]) - clock.at(row["time"] - row["time/step"]),
         }
         for row in rows
     ]  # fmt: skip
+
+
+class CpuClock:
+    """CPU seconds of this process's descendants by the mark in their environment, sampled while the block runs."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, float]] = []  # (unix time, CPU seconds)
+        self._seen: dict[int, float] = {}  # also of those that have ended
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> None:
+        os.environ[MARK] = str(os.getpid())
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        del os.environ[MARK]
+
+    def at(self, moment: float) -> float:
+        """CPU seconds spent until then."""
+        return next((cpu for at, cpu in reversed(self._samples) if at <= moment), 0.0)
+
+    def _watch(self) -> None:
+        mark, mine = f"{MARK}={os.getpid()}".encode(), os.getpid()
+        while not self._done.wait(0.3):
+            for entry in Path("/proc").iterdir():
+                try:
+                    if entry.name.isdigit() and int(entry.name) != mine and mark in (entry / "environ").read_bytes():
+                        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                        self._seen[int(entry.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                except OSError:
+                    continue  # ended meanwhile
+            self._samples.append((time.time(), sum(self._seen.values())))
 
 
 def theirs(folder: Path, steps: int, recipe: Recipe, dtype: str, batch: int) -> list[dict[str, float]]:
@@ -112,27 +156,30 @@ def measure(turns: int, steps: int, dtype: str, batch: int) -> dict[str, Any]:
         seconds = statistics.median(r["seconds"] for r in made)
         out[name] = {
             "samples_per_second": round(samples / seconds, 3), "seconds_per_step": round(seconds, 2),
+            "cpu_seconds_per_step": round(statistics.median(r["cpu"] for r in made), 1),
             "seconds_by_step": [round(r["seconds"], 2) for r in made],
             "tokens_per_step": round(statistics.mean(r["tokens"] for r in made), 1),
             "reward": round(statistics.mean(r["reward"] for r in made), 3),
             "split": {p: round(statistics.median(r.get(p, 0.0) for r in made), 2) for p in PARTS},
         }  # fmt: skip
     out["ratio"] = round(out["grpo_dist"]["samples_per_second"] / out["trl"]["samples_per_second"], 2)
+    out["cpu_ratio"] = round(out["trl"]["cpu_seconds_per_step"] / out["grpo_dist"]["cpu_seconds_per_step"], 2)
     out["target"] = TARGET
     return out
 
 
 def show(result: dict[str, Any]) -> None:
     table = Table(title=f"SmolLM2-135M, {result['samples_per_step']} samples a step, {result['cores']} cores")
-    for column in ("", "samples/s", "s a step", *PARTS, "tokens a step"):
+    for column in ("", "samples/s", "s a step", *PARTS, "CPU s a step", "tokens a step"):
         table.add_column(column, justify="right")
     for name, label in (("trl", "TRL GRPOTrainer"), ("grpo_dist", "grpo-dist train smollm2")):
         row = result[name]
         table.add_row(
             label, f"{row['samples_per_second']:.2f}", f"{row['seconds_per_step']:.1f}",
-            *(f"{row['split'][p]:.1f}" for p in PARTS), f"{row['tokens_per_step']:.0f}",
+            *(f"{row['split'][p]:.1f}" for p in PARTS), f"{row['cpu_seconds_per_step']:.0f}",
+            f"{row['tokens_per_step']:.0f}",
         )  # fmt: skip
-    table.add_row("ratio", f"{result['ratio']:.2f}")
+    table.add_row("ratio", f"{result['ratio']:.2f}", *("" for _ in range(5)), f"{result['cpu_ratio']:.2f}")
     Console(stderr=True).print(table)
 
 
