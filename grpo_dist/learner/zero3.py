@@ -129,19 +129,21 @@ class Zero3Policy:
         # The denominator of the ratio, where it is the learner's own: of all batches, before the first update.
         several = len(batches) > 1 and needs_own_logprobs(self.spec.algorithm)
         before = [self.logprobs(b.micro) if several else [None] * len(b.micro) for b in batches]
-        updates, made, longest = [], 0, 0
+        updates, longest = [], 0
         for k, (batch, old) in enumerate(zip(batches, before, strict=True), 1):
             rate = learning_rate(self.step + k / len(batches), self.spec.total_steps, self.spec.learner)
             stats, applied = self._update(batch, old, rate)
             self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
             longest = max(longest, self.skipped_in_a_row)
-            made += applied
-            updates.append(stats)
+            updates.append((stats, applied))
         self.step += 1
         if self._reference is not None:
             self._reference.follow(self.engine.module, self.step)
-        if not several:  # the later ones would be measured with a policy that has moved
-            updates[1:] = [{n: s for n, s in u.items() if not n.startswith("mismatch/")} for u in updates[1:]]
+        made = sum(applied for _, applied in updates)
+        # Of a skipped update among others the loss is no number, and would leave none of theirs.
+        trained = [_named("train/", stats) for stats, applied in updates if applied or not made]
+        # Engine against learner before the step: the later updates would be measured with a policy that has moved.
+        measured = [_named("mismatch/", stats) for stats, _ in (updates if several else updates[:1])]
         counted: Stats = {
             "train/lr": Max(rate),
             "train/updates": Max(made),
@@ -149,7 +151,7 @@ class Zero3Policy:
             "train/skipped_in_a_row": Max(longest),
             "train/update_seconds": Max(time.monotonic() - started),
         }
-        return merge_stats([merge_updates(updates), counted])
+        return merge_stats([merge_updates(trained), *measured, counted])
 
     def _update(self, batch: RankBatch, old: Sequence[FloatArray | None], rate: float) -> tuple[Stats, bool]:
         """Statistics, and whether weights were changed."""
@@ -327,6 +329,10 @@ class Zero3Policy:
 def needs_own_logprobs(algorithm: AlgorithmSection) -> bool:
     """Whether the loss looks at the learner's log-probabilities of before the step."""
     return algorithm.old_policy == "learner" or (algorithm.kl.beta > 0 and algorithm.kl.place == "reward")
+
+
+def _named(room: str, stats: Stats) -> Stats:
+    return {name: stat for name, stat in stats.items() if name.startswith(room)}
 
 
 def _hf_config(config: dict[str, Any]) -> Any:

@@ -1,4 +1,7 @@
-"""The learner's state through a checkpoint: bit for bit at the same number of ranks, to 1e-5 at another."""
+"""The learner's state through a checkpoint: bit for bit at the same number of ranks, to 1e-5 at another.
+
+With several updates a step and a reference that follows the policy, whose state is part of the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import ray
 
+from grpo_dist.config import LearnerSection
+from grpo_dist.data.minibatches import build_batches
 from grpo_dist.errors import CheckpointError
 from grpo_dist.learner.checkpoint import CheckpointStore
 from grpo_dist.types import RunState
@@ -18,16 +23,17 @@ from tests.integration.learner_probe import Group, samples
 
 pytestmark = pytest.mark.ray
 KEYS: dict[str, Any] = {
-    "algorithm": {"kl": {"beta": 0.05}}, "schedule": {"name": "linear", "warmup_steps": 2}, "total_steps": 8,
+    "algorithm": {"kl": {"beta": 0.05, "reference": "ema", "ema": 0.3}}, "schedule": {"name": "linear", "warmup_steps": 2}, "total_steps": 8,
     "optimizer": {"weight_decay": 0.01},
 }  # fmt: skip
 
 
 def train(group: Group, first: int, last: int) -> list[float]:
-    """Losses and gradient norms of some steps; each step has data of its own."""
-    out = []
+    """Losses and gradient norms of some steps; each step has data of its own, and two passes of two mini-batches."""
+    out, section = [], LearnerSection(updates_per_batch=2, epochs=2, micro_batch_tokens=200)
     for step in range(first, last + 1):
-        seen = group.update(group.batch(samples(16, seed=step), 200))
+        batches = build_batches(samples(16, seed=step), section, ranks=len(group.ranks), seed=(0, step))
+        seen = group.step(batches)
         out += [seen["train/loss"], seen["train/grad_norm"], seen["train/kl"], seen["train/lr"]]
     return out
 
