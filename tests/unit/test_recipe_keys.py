@@ -71,7 +71,9 @@ def test_nearest() -> None:
 
 def test_a_name_that_many_sections_have() -> None:
     text = place_of_key(("tracking", "workers"))
-    assert text == "unknown key here; it belongs to rollout.workers or verifiers.workers"
+    assert (
+        text == "unknown key here; it belongs to rollout.workers or verifiers.workers or verifiers.reward_model.workers"
+    )
 
 
 def test_inside_a_list() -> None:
