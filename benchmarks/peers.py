@@ -1,10 +1,10 @@
 """The recipe smollm2 against TRL's GRPOTrainer with its own generation: samples per second, in turns, in one run.
 
-    python -m benchmarks.peers [--turns 2] [--steps 2] [--peer-dtype bfloat16]     # or: make bench-peers
+    python -m benchmarks.peers [--turns 2] [--steps 2] [--warm 1] [--peer-dtype bfloat16]     # or: make bench-peers
 
 Both train the same model in a step of 8 prompts x 8 samples of up to 64 new tokens, on the same prompts in the same
 order, with the same seed, sampling, verifier, clipping and rates, each with as many threads as there are cores. A turn
-is a process of its own (ours: ``grpo-dist train smollm2``), never two at once; its first step warms up and is not
+is a process of its own (ours: ``grpo-dist train smollm2``), never two at once; its first step (``--warm``) is not
 counted. The samples themselves differ: the two draw with different generators. Ours ends each step with the new weights
 in the engine, which is in its time; TRL generates with the weights it trains.
 
@@ -133,8 +133,8 @@ def _run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def measure(turns: int, steps: int, dtype: str, batch: int) -> dict[str, Any]:
-    recipe = load_recipe("smollm2", settings(steps + 1))
+def measure(turns: int, steps: int, warm: int, dtype: str, batch: int) -> dict[str, Any]:
+    recipe = load_recipe("smollm2", settings(warm + steps))
     samples = recipe.rollout.groups_per_step * recipe.rollout.group_size
     rows: dict[str, list[dict[str, float]]] = {"trl": [], "grpo_dist": []}
     for turn in range(turns):
@@ -142,14 +142,14 @@ def measure(turns: int, steps: int, dtype: str, batch: int) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as place:
                 folder = Path(place)
                 if name == "grpo_dist":
-                    made = ours(folder, steps + 1)
+                    made = ours(folder, warm + steps)
                 else:
-                    made = theirs(folder, steps + 1, recipe, dtype, batch)
-            rows[name] += made[1:]
+                    made = theirs(folder, warm + steps, recipe, dtype, batch)
+            rows[name] += made[warm:]
             seconds = [round(r["seconds"], 1) for r in made]
             print(f"turn {turn + 1} of {turns}, {name}: {seconds} s a step", file=sys.stderr, flush=True)
     out: dict[str, Any] = {
-        "benchmark": "peers", "cores": CORES, "turns": turns, "steps_per_turn": steps, "samples_per_step": samples,
+        "benchmark": "peers", "cores": CORES, "turns": turns, "warm": warm, "steps_per_turn": steps, "samples_per_step": samples,
         "dtype": {"grpo_dist": recipe.model.dtype, "trl": dtype}, "trl_batch": batch,
     }  # fmt: skip
     for name, made in rows.items():
@@ -187,10 +187,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=2, help="turns of each")
     parser.add_argument("--steps", type=int, default=2, help="counted steps of a turn")
+    parser.add_argument("--warm", type=int, default=1, help="steps of a turn before those that count")
     parser.add_argument("--peer-dtype", choices=["bfloat16", "float32"], default="bfloat16", help="TRL's weights")
     parser.add_argument("--peer-batch", type=int, default=16, help="samples of one of TRL's forward passes")
     options = parser.parse_args(argv)
-    result = measure(options.turns, options.steps, options.peer_dtype, options.peer_batch)
+    result = measure(options.turns, options.steps, options.warm, options.peer_dtype, options.peer_batch)
     show(result)
     print(json.dumps(result))
     return result
