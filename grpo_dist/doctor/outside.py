@@ -157,9 +157,16 @@ def _ssh(cluster: ClusterFile) -> Iterator[Row]:
     section = cluster.ssh
     options = [*section.options, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     options += ["-p", str(section.port)] if section.port else []
-    command = f"{cluster.python} -m grpo_dist.doctor.machine"
-    interface = f"export GRPO_INTERFACE={shell([cluster.interface])}" if cluster.interface else ":"
-    script = "\n".join([*cluster.setup, interface, command])
+    exported = dict(cluster.environment) | ({"GRPO_INTERFACE": cluster.interface} if cluster.interface else {})
+    script = "\n".join(
+        [
+            "set -e",
+            *([f"cd {shell([section.working_dir])}"] if section.working_dir else []),
+            *(f"export {name}={shell([value])}" for name, value in exported.items()),
+            *cluster.setup,
+            f"{cluster.python} -m grpo_dist.doctor.machine",
+        ]
+    )
     for _, group in cluster.roles.groups():
         for host in group.hosts:
             target = f"{section.user}@{host}" if section.user else host
