@@ -149,7 +149,8 @@ def measure(turns: int, steps: int, warm: int, dtype: str, batch: int) -> dict[s
             seconds = [round(r["seconds"], 1) for r in made]
             print(f"turn {turn + 1} of {turns}, {name}: {seconds} s a step", file=sys.stderr, flush=True)
     out: dict[str, Any] = {
-        "benchmark": "peers", "cores": CORES, "turns": turns, "warm": warm, "steps_per_turn": steps, "samples_per_step": samples,
+        "benchmark": "peers", "cores": CORES, "turns": turns, "warm": warm, "steps_per_turn": steps,
+        "samples_per_step": samples,
         "dtype": {"grpo_dist": recipe.model.dtype, "trl": dtype}, "trl_batch": batch,
     }  # fmt: skip
     for name, made in rows.items():
