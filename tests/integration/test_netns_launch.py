@@ -106,6 +106,20 @@ def planted_command_lines(machines: Cluster, *secrets: str) -> list[int]:
     return found
 
 
+def test_the_doctor_has_every_host_look_at_itself(machines: Cluster, ssh: list[str], tmp_path: Path) -> None:
+    login = Login(machines, ssh, tmp_path)
+    body = json.loads(login.cluster.read_text())
+    body["roles"]["verifier"]["hosts"] = ["node2", "node9"]  # in the table of hosts, but no machine
+    login.cluster.write_text(json.dumps(body))
+    command = [sys.executable, "-m", "grpo_dist.cli", "doctor", "--json", "--cluster", str(login.cluster)]
+    done = machines.run(command, env={**login.env, "RAY_ADDRESS": None}, timeout=150)
+    assert done.returncode == 1, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    address = {row["node"]: row["text"] for row in rows if row["subject"] == "address" and row["node"]}
+    assert address == {f"node{n}": f"10.77.0.{n + 1} on eth0" for n in range(3)}
+    assert {row["node"] for row in rows if row["level"] == "fail"} == {"node9"}
+
+
 def test_over_ssh_roles_on_their_hosts_follow_stop_and_nothing_left(
     machines: Cluster, ssh: list[str], tmp_path: Path
 ) -> None:
