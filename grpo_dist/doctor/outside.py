@@ -15,6 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from grpo_dist.submit.ray_api import RayApi
 from grpo_dist.submit.tokens import find_token
 
 JOB_SECONDS = 300.0
+HOSTS_AT_A_TIME = 32
 
 
 def outside_rows(cluster: ClusterFile) -> Iterator[Row]:
@@ -167,16 +169,21 @@ def _ssh(cluster: ClusterFile) -> Iterator[Row]:
             f"{cluster.python} -m grpo_dist.doctor.machine",
         ]
     )
-    for _, group in cluster.roles.groups():
-        for host in group.hosts:
-            target = f"{section.user}@{host}" if section.user else host
-            done = _run(["ssh", *options, target, "bash -s"], text=script, seconds=120)
-            found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            if done.returncode or not found:
-                last = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-                yield Row("fail", "host", f"cannot be asked: {last}", host)
-                continue
-            yield from (replace(row, node=host) for row in Look.from_dict(json.loads(found[-1])).rows)
+    hosts = [host for _, group in cluster.roles.groups() for host in group.hosts]
+
+    def ask(host: str) -> subprocess.CompletedProcess[str]:
+        target = f"{section.user}@{host}" if section.user else host
+        return _run(["ssh", *options, target, "bash -s"], text=script, seconds=120)
+
+    with ThreadPoolExecutor(HOSTS_AT_A_TIME) as pool:
+        answers = list(pool.map(ask, hosts))
+    for host, done in zip(hosts, answers, strict=True):
+        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not found:
+            last = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+            yield Row("fail", "host", f"cannot be asked: {last}", host)
+            continue
+        yield from (replace(row, node=host) for row in Look.from_dict(json.loads(found[-1])).rows)
 
 
 def _run(words: Sequence[str], *, text: str = "", seconds: float = 30) -> subprocess.CompletedProcess[str]:
