@@ -65,7 +65,13 @@ def make_plan(
     )  # fmt: skip
     ranks_on = _gpu_bytes("learner", machines, gpu_bytes)
     plan.problems += [*_shape(plan), *_learner(plan, ranks_on), *_engine(plan, engines_on), *_counts(plan)]
-    plan.warnings += [*_idle_gpus(plan), *_flow(plan), *_beside(plan, engines_on), *_slow(plan, ranks_on)]
+    plan.warnings += [
+        *_unready(shape),
+        *_idle_gpus(plan),
+        *_flow(plan),
+        *_beside(plan, engines_on),
+        *_slow(plan, ranks_on),
+    ]
     host_problems, host_warnings = _host(plan)
     plan.problems += host_problems
     plan.warnings += host_warnings
@@ -89,6 +95,14 @@ def _shape(plan: Plan) -> Iterator[str]:
         )
     if recipe.longest_sequence > shape.context:
         yield f"the longest sequence, {recipe.longest_sequence} tokens, exceeds the model's context of {shape.context}"
+
+
+def _unready(shape: ModelShape) -> Iterator[str]:
+    if shape.experts:
+        yield (
+            "mixture of experts: the check of the first publication stopped a tiny one on CPUs: its experts do not "
+            "land in the engine as its own loader puts them; expect this run to stop there too"
+        )
 
 
 def _learner(plan: Plan, gpu_bytes: int | None) -> Iterator[str]:
