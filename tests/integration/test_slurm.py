@@ -1,15 +1,13 @@
-"""Runs under a real Slurm (three slurmd on this host) with real Ray nodes; the run itself is the stand-in, but for one.
+"""Runs under a real Slurm (three slurmd on this host) with real Ray nodes; the run itself is the stand-in.
 
 One job at a time goes through the whole path: `submit` renders and sends, nodes find each other, roles land on their
-nodes, and every way to end is told apart. The real training is requeued once: saved ahead of the time limit, queued
-again by its own batch script, resumed as the same run. Skipped where Slurm is not installed.
+nodes, and every way to end is told apart. Skipped where Slurm is not installed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -20,10 +18,9 @@ import pytest
 
 from grpo_dist.doctor.verb import doctor
 from grpo_dist.errors import RecipeError, UserError
-from grpo_dist.launch.folder import AttemptFolder, attempts
+from grpo_dist.launch.folder import AttemptFolder
 from grpo_dist.submit import records, verbs
-from tests.integration.runs import recipe_for, write_recipe
-from tests.slurm.host import SlurmHost, slurm_host, unavailable, until
+from tests.slurm.host import SlurmHost, slurm_host, unavailable
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
@@ -79,26 +76,9 @@ class Runs:
         assert verbs.status(name, say=lines.append) == 0
         return "\n".join(lines)
 
-    def start_now(self, record: records.Record, *, restarts: int = 1) -> None:
-        """Slurm lets a requeued job wait for two minutes."""
-        until(lambda: self.slurm.restarts(record.job) == restarts, "not requeued", self.slurm, 60)
-        self.slurm.run(["scontrol", "update", f"JobId={record.job}", "StartTime=now"])
-
     def logs(self, name: str, **options: Any) -> tuple[int, list[str]]:
         lines: list[str] = []
         return verbs.logs(name, say=lines.append, **options), lines
-
-    def steps(self, name: str) -> list[int]:
-        path = self.out / name / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
-
-    def wait_for_step(self, name: str, step: int) -> None:
-        def reached() -> bool:
-            tries = attempts(Path(records.find(name).launch))
-            assert not tries or tries[-1].exit_code() in (None, 85), self.logs(name)[1][-30:]
-            return max(self.steps(name), default=0) >= step
-
-        until(reached, f"step {step} not reached", self.slurm, 240)
 
 
 @pytest.fixture
@@ -209,78 +189,3 @@ def test_slurm_refuses_a_partition_that_does_not_exist(runs: Runs) -> None:
     path.write_text(path.read_text().replace("exclusive: false", "exclusive: false, partition: nope"))
     with pytest.raises(UserError, match=r"Slurm refuses the job: .*partition"):
         runs.submit("nowhere", path)
-
-
-@pytest.mark.timeout(600)
-def test_the_real_training_is_saved_and_requeued_ahead_of_the_limit(runs: Runs, tiny_model: Path) -> None:
-    """Slurm's own signal to the batch shell; the second attempt continues the same run under the same W&B id."""
-    cluster = runs.cluster(rollout_cpus=1, more="time_limit: 30m\npreemption: {notice: 90, grace: 90}")
-    recipe = recipe_for(runs.folder, tiny_model, tracking={"wandb": {"mode": "offline"}})
-    file = write_recipe(runs.folder / "recipe.yaml", recipe)
-    record = runs.submit("limit", cluster, "run.steps=100000", recipe=file, module="grpo_dist.cli")
-    run, launch = runs.out / "limit", Path(record.launch)
-    runs.wait_for_step("limit", 1)
-    status = runs.status("limit")
-    assert status.startswith("limit: running (on n")
-    assert "fleet: rollout 1 of 1, verifier" in status
-    assert "  waiting for " in status
-    # Each worker by role and rank while it lives, through the dashboard of the job's own Ray.
-    for role, actor in (("rollout", "RolloutWorker"), ("learner", "LearnerRank")):
-        code, lines = runs.logs("limit", role=role)
-        assert code == 0
-        assert f":actor_name:{actor}" in lines
-    # The limit comes close: Slurm looks every 30 seconds and signals up to 60 seconds early.
-    minutes, seconds = map(int, runs.slurm.job(record.job)["RunTime"].split(":")[1:])
-    for part in runs.slurm.components(record.job):
-        runs.slurm.run(["scontrol", "update", f"JobId={part}", f"TimeLimit={minutes + (seconds + 90) // 60 + 1}"])
-    first = AttemptFolder(launch / "attempt-0")
-    until(lambda: first.exit_code() is not None, "the first attempt did not end", runs.slurm, 150)
-    assert first.exit_code() == 85, runs.logs("limit")[1][-20:]
-    saved = max(runs.steps("limit"))
-    assert int((run / "checkpoints" / "latest").read_text()) == saved
-    until(lambda: runs.status("limit").startswith("limit: requeued (waits in Slurm"), "not requeued", runs.slurm, 60)
-    for part in runs.slurm.components(record.job):
-        runs.slurm.run(["scontrol", "update", f"JobId={part}", "TimeLimit=30"])
-    runs.start_now(record)
-    runs.wait_for_step("limit", saved + 1)
-    steps = runs.steps("limit")
-    assert steps == list(range(1, len(steps) + 1)), "a step is missing or there twice"
-    said: list[str] = []
-    assert verbs.stop("limit", wait=90, say=said.append) == 0
-    assert said == ["asked to save and stop at the next step boundary"]
-    code, lines = runs.logs("limit", follow=True)  # both attempts, and the run's own code
-    assert code == 130
-    assert "--- attempt-1" in lines
-    assert len({folder.name.rsplit("-", 1)[-1] for folder in (run / "wandb").glob("offline-run-*")}) == 1
-    # f12: no file of the run holds a secret: recipe, logs of every node and worker, script, samples, W&B's own files.
-    token = (launch / "ray_token").read_text()
-    assert files_with(runs.folder, token) == [launch / "ray_token"]
-    assert files_with(runs.folder, PLANTED) == []
-    assert list((launch / "attempt-1" / "ray-logs").glob("n*/worker-*"))
-
-
-def test_a_lost_head_node_requeues_the_job_and_cancelling_ends_it(runs: Runs) -> None:
-    record = runs.submit("down", runs.cluster(rollout_cpus=1), "run.steps=100000")
-    runs.wait_for_step("down", 2)
-    with pytest.raises(UserError, match="run down is already running"):
-        runs.submit("down", runs.cluster())
-    victim = str(AttemptFolder(Path(record.launch) / "attempt-0").cluster()["head"])
-    runs.slurm.lose_node(victim)
-    try:
-        runs.slurm.run(["scontrol", "update", f"NodeName={victim}", "State=DOWN", "Reason=test"])
-        before = max(runs.steps("down"))
-        # Slurm queues only the head's component again; its script then queues them all.
-        runs.start_now(record)
-        runs.start_now(record, restarts=2)
-        runs.wait_for_step("down", before + 2)
-        _, lines = runs.logs("down")
-        assert any(re.match(r"stand-in: starts at step [1-9]", line) for line in lines), lines
-        assert victim not in runs.slurm.job(record.job)["NodeList"]
-        # `stop --now` is scancel: the run's own code is lost with it, but it never looks like success.
-        assert verbs.stop("down", now=True, wait=60, say=runs.said.append) == 0
-        runs.slurm.wait_for(record.job, ["CANCELLED"])
-        code, lines = runs.logs("down", follow=True)
-        assert code not in (0, 85), lines
-    finally:
-        runs.slurm.start_node(victim)
-        runs.slurm.run(["scontrol", "update", f"NodeName={victim}", "State=RESUME"], check=False)

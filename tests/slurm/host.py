@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_dist.launch.ports import port_is_free
-from grpo_dist.launch.processes import descendants
 
 NODES = ("n1", "n2", "n3")
 CPUS = 4  # of a node, whatever the machine has
@@ -103,36 +102,6 @@ class SlurmHost:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(20)
-
-    def lose_node(self, name: str) -> None:
-        """The machine is gone: its slurmd and every process that it had started, at once and without a goodbye."""
-        mine = {f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={self.env['SLURM_CONF']}".encode()}
-        roots = [self.daemons[name].pid]
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and entry.name != str(os.getpid()):
-                try:
-                    if mine <= set((entry / "environ").read_bytes().split(b"\0")):
-                        roots.append(int(entry.name))
-                        roots.append(int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]))  # slurmstepd
-                except OSError:
-                    continue
-        roots = [pid for pid in roots if pid > 1 and pid != os.getpid()]
-        for pid in {*roots, *(below for root in roots for below in descendants(root))}:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self.daemons.pop(name).wait(20)
-
-    def restarts(self, job: str) -> int:
-        """How often it was queued again; of a heterogeneous job the leader."""
-        first = self.run(["scontrol", "show", "job", "-o", job]).splitlines()[0]
-        return int(dict(word.split("=", 1) for word in first.split() if "=" in word)["Restarts"])
-
-    def components(self, job: str) -> list[str]:
-        """The ids of a heterogeneous job's parts, the leader first; of a plain job its own."""
-        lines = self.run(["scontrol", "show", "job", "-o", job]).splitlines()
-        return [line.split()[0].removeprefix("JobId=") for line in lines if line.startswith("JobId=")]
 
     def job(self, job: str) -> dict[str, str]:
         """`scontrol show job` as a mapping."""
