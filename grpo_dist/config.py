@@ -194,8 +194,8 @@ class RolloutSection(Section):
     )
     threads: Positive | None = Field(
         None,
-        description="Compute threads of an engine's rank on CPUs; by default its share of placement.cpus, at least 1. With "
-        "max_staleness 0 engines and learner take turns, and each may have all cores.",
+        description="Compute threads of an engine's rank on CPUs; by default its share of placement.cpus, at least 1. Leave "
+        "a core to the engine's scheduler, which is busy while it generates.",
     )
     placement: PlacementSection = Field(PlacementSection(cpus=0.5), description="What Ray reserves for an engine.")
 
