@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.doctor.verb import doctor
 from grpo_dist.errors import UserError
 from grpo_dist.launch.folder import AttemptFolder
 from grpo_dist.launch.tokens import clean_env
@@ -135,6 +136,26 @@ def runs(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.ray/auth_token of the person who runs the tests
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # Ray's own client would go there
     return Runs(head, tmp_path)
+
+
+def test_the_doctor_looks_at_the_cluster_through_a_job(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    said: list[str] = []
+    status = doctor(cluster=runs.cluster(), as_json=True, say=said.append)
+    (line,) = said
+    assert PLANTED not in line
+    rows = json.loads(line)["rows"]
+    assert status == 0, rows
+    node = runs.head.address.rpartition(":")[0]
+    there = {row["subject"]: row["text"] for row in rows if row["node"] == node}
+    assert there["node"].startswith("CPU 8, GPU 0")
+    assert there["versions"].endswith("as pinned")
+    assert [row["level"] for row in rows if row["subject"] == "Ray"] == ["ok", "ok"]  # from here, and inside
+    wrong = runs.folder / "wrong-token"
+    wrong.write_text("w" * 64)
+    wrong.chmod(0o600)
+    assert doctor(cluster=runs.cluster(token=str(wrong)), say=said.append) == 1
+    assert any(line.startswith("fail") and "token" in line for line in said)
 
 
 def test_submit_status_logs_and_success(runs: Runs) -> None:
