@@ -102,7 +102,7 @@ class RayApi:
 
     def _node_with_log(self, node_ip: str, of: Mapping[str, Any]) -> dict[str, str]:
         """How to name the node in a query: several nodes may share an address, on a machine that is cut into nodes."""
-        found = self._json("GET", "/api/v0/nodes?limit=10000&detail=0")["data"]["result"]["result"]
+        found = self._json("GET", "/api/v0/nodes?limit=10000")["data"]["result"]["result"]
         ids = [node["node_id"] for node in found if node["node_ip"] == node_ip and node["state"] == "ALIVE"]
         for node in ids if len(ids) > 1 else []:
             query = urlencode({**of, "lines": 1, "node_id": node})
