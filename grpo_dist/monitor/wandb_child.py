@@ -61,7 +61,7 @@ def _serve(start: dict[str, Any], lines: Iterator[dict[str, Any]], said: Any) ->
         if "log" in line:
             run.log(line["log"], step=row)
         elif "alert" in line:
-            run.alert(title="grpo-dist", text=f"step {line['of']}: {line['alert']}", level=wandb.AlertLevel.WARN)
+            run.alert(title="grpo-dist", text=f"step {line['of']}: {line['alert']}", level="WARN")
         else:
             table = line["table"]
             run.log(
