@@ -6,7 +6,8 @@ import os
 import random
 import signal
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.integration.runs import Command, events, jsonl, metrics, recipe_for, 
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-STEPS = 16
+STEPS = 18
 ROWS = 12  # with 4 groups a step: an epoch has 3 steps
 FILTERS = {"zero_variance": "refill", "truncated": "penalise", "overlong_buffer": 4, "difficulty": {"patience": 2}}
 # What depends on the clock, on the machine, or on how often the run was started.
@@ -36,8 +37,10 @@ def whole(out: Path, model: Path, name: str, **sections: dict[str, Any]) -> Reci
         "run": {"name": name, "steps": STEPS},
         "checkpoint": {"every": 1, "keep": 2},
         "data": {"source": str(out / "rows.jsonl"), "columns": {"id": "id"}, "max_prompt_tokens": 16},
-        # State that a resumed run must have right: prompts that rest, groups beyond four a step, shaped rewards.
-        "algorithm": {"filters": FILTERS},
+        # State that a resumed run must have right: prompts that rest, groups beyond four a step, shaped rewards, a
+        # reference that follows the policy.
+        "algorithm": {"filters": FILTERS, "kl": {"beta": 0.05, "reference": "ema", "ema": 0.5}},
+        "learner": {"updates_per_batch": 2},
         "verifiers": {"use": [{"name": "python:resume_rewards:two_digits"}]},
         "tracking": {"wandb": {"mode": "offline"}},
         "faults": {"collective_seconds": 60},
@@ -118,28 +121,32 @@ def test_prompts_rested_as_their_visits_say(straight: Recipe) -> None:
     assert metrics(straight.run_dir)[-1]["rollout/prompts_visited"] == ROWS
 
 
-MOMENTS = ("start", "any", "save", "publication", "any", "save", "any", "any", "save", "any")
+@pytest.fixture(scope="module")
+def disturbed(out: Path, tiny_model: Path) -> Recipe:
+    """One run that is killed, stopped and damaged by the tests below, in their order; the last one takes it to its end."""
+    recipe = whole(out, tiny_model, "disturbed")
+    write_recipe(out / "disturbed.yaml", recipe)
+    return recipe
 
 
-def test_killed_ten_times_it_ends_as_if_nothing_had_happened(straight: Recipe, out: Path, tiny_model: Path) -> None:
-    """kill -9 of the driver: while workers start, in the first publication, inside saves, and anywhere in a step."""
-    chance = random.Random(7)
-    recipe = whole(out, tiny_model, "killed")
-    file = write_recipe(out / "killed.yaml", recipe)
-    run_dir = recipe.run_dir
-    for moment in MOMENTS:
-        with command("train", str(file), "--resume", cwd=out) as run:
-            _wait_for(moment, run, run_dir, chance)
+@contextmanager
+def going_on(recipe: Recipe, *overrides: str) -> Iterator[Command]:
+    folder = recipe.run_dir.parent
+    with command("train", str(folder / "disturbed.yaml"), "--resume", *overrides, cwd=folder) as run:
+        yield run
+        run.nothing_left()
+
+
+def kill(recipe: Recipe, moments: Sequence[str], chance: random.Random) -> None:
+    for moment in moments:
+        with going_on(recipe) as run:
+            _wait_for(moment, run, recipe.run_dir, chance)
             run.process.send_signal(signal.SIGKILL)
             assert run.wait(10) == -signal.SIGKILL, f"{moment}: had ended before it was killed:\n{run.output}"
-            run.nothing_left()
-    with command("train", str(file), "--resume", cwd=out) as run:
-        assert run.wait(240) == 0, run.output
-        run.nothing_left()
-    assert numbers(run_dir) == numbers(straight.run_dir)
-    assert rollouts(run_dir) == rollouts(straight.run_dir)
-    assert checkpoints(run_dir) == [f"{STEPS - 1:06d}", f"{STEPS:06d}"]
-    assert not list((run_dir / "checkpoints").glob("*.tmp"))
+
+
+def test_killed_while_it_starts_publishes_saves_and_steps(disturbed: Recipe) -> None:
+    kill(disturbed, ("start", "any", "save", "publication", "any"), random.Random(7))
 
 
 def _wait_for(moment: str, run: Command, run_dir: Path, chance: random.Random) -> None:
@@ -160,33 +167,55 @@ def _wait_for(moment: str, run: Command, run_dir: Path, chance: random.Random) -
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGUSR1, 85)], ids=lambda v: str(v)
 )
-def test_a_signal_ends_the_step_saves_and_leaves(
-    number: signal.Signals, code: int, straight: Recipe, out: Path, tiny_model: Path
-) -> None:
-    recipe = whole(out, tiny_model, f"stopped-{number.name}", checkpoint={"every": 0})
-    file = write_recipe(out / f"{number.name}.yaml", recipe)
-    with command("train", str(file), cwd=out) as run:
-        run.until(lambda: len(metrics(recipe.run_dir)) >= 2, 240, "two steps")
+def test_a_signal_ends_the_step_saves_and_leaves(number: signal.Signals, code: int, disturbed: Recipe) -> None:
+    """Without periodic checkpoints, so that what is saved was saved because of the signal."""
+    run_dir = disturbed.run_dir
+    ids = _wandb_ids(run_dir)
+    with going_on(disturbed, "checkpoint.every=0") as run:
+        run.until(lambda: "\nstep " in run.output, 240, "a step")
         if number is signal.SIGUSR1:
             run.process.send_signal(number)
         else:  # as a terminal, timeout and service managers do: to the whole process group
             os.killpg(run.process.pid, number)
         assert run.wait(60) == code, run.output
         assert "saved" in run.output
-        run.nothing_left()
-    step = metrics(recipe.run_dir)[-1]["step"]
-    assert checkpoints(recipe.run_dir) == [f"{step:06d}"]
-    if number is signal.SIGUSR1:  # a scheduler starts it again: the same run, the same W&B run
-        ids = _wandb_ids(recipe.run_dir)
-        with command("train", str(file), "--resume", cwd=out) as run:
-            assert run.wait(240) == 0, run.output
-        assert numbers(recipe.run_dir) == numbers(straight.run_dir)
-        assert _wandb_ids(recipe.run_dir) == ids
-        assert len(ids) == 1
+    step = metrics(run_dir)[-1]["step"]
+    assert checkpoints(run_dir)[-1] == f"{step:06d}"
+    if number is signal.SIGUSR1:  # a scheduler starts it again: the same W&B run as the times before
+        assert _wandb_ids(run_dir) == ids
 
 
 def _wandb_ids(run_dir: Path) -> set[str]:
     return {folder.name.rsplit("-", 1)[-1] for folder in (run_dir / "wandb").glob("offline-run-*")}
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(disturbed: Recipe) -> None:
+    before, newest = checkpoints(disturbed.run_dir)[-2:]
+    folder = disturbed.run_dir / "checkpoints" / newest
+    shard = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with going_on(disturbed) as run:
+        run.until(lambda: "\nstep " in run.output, 240, "a step")
+        run.process.send_signal(signal.SIGKILL)
+        assert run.wait(10) == -signal.SIGKILL, run.output
+        assert "checkpoint refused" in run.output
+        assert shard.name in run.output
+    assert events(disturbed.run_dir, "resumed")[-1]["step"] == int(before)
+
+
+def test_after_ten_kills_three_signals_and_a_damage_it_ends_as_if_nothing_had_happened(
+    disturbed: Recipe, straight: Recipe
+) -> None:
+    kill(disturbed, ("save", "any", "any", "save"), random.Random(11))
+    with going_on(disturbed) as run:
+        assert run.wait(240) == 0, run.output
+    run_dir = disturbed.run_dir
+    assert numbers(run_dir) == numbers(straight.run_dir)
+    assert rollouts(run_dir) == rollouts(straight.run_dir)
+    assert checkpoints(run_dir) == [f"{STEPS - 1:06d}", f"{STEPS:06d}"]
+    assert not list((run_dir / "checkpoints").glob("*.tmp"))
 
 
 def test_a_second_signal_leaves_at_once(out: Path, tiny_model: Path) -> None:
@@ -198,27 +227,6 @@ def test_a_second_signal_leaves_at_once(out: Path, tiny_model: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         assert run.wait(30) == 1, run.output  # not the status of a clean save
         run.nothing_left()
-
-
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
-    straight: Recipe, out: Path, tiny_model: Path
-) -> None:
-    recipe = whole(out, tiny_model, "damaged", run={"name": "damaged", "steps": 4})
-    file = write_recipe(out / "damaged.yaml", recipe)
-    with command("train", str(file), cwd=out) as run:
-        assert run.wait(240) == 0, run.output
-    shard = max(
-        (p for p in (recipe.run_dir / "checkpoints/000004").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
-    )
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    with command("train", str(file), f"run.steps={STEPS}", "--resume", cwd=out) as run:
-        assert run.wait(240) == 0, run.output
-        assert "checkpoint refused" in run.output
-        assert shard.name in run.output
-    assert events(recipe.run_dir, "resumed")[-1]["step"] == 3
-    assert numbers(recipe.run_dir) == numbers(straight.run_dir)
 
 
 def test_another_number_of_ranks_goes_on_from_the_same_checkpoint(
