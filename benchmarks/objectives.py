@@ -7,7 +7,7 @@ ZeRO-3 rank as Ray actors. Rows already in FILE (JSON lines) are not run again, 
 sittings; ``--minutes`` starts no run after that time. The table goes to standard error, as Markdown.
 
 One run takes about a minute on a quiet core: not part of ``make bench``. Left out: whether one choice is better than
-another (a few points of pass@1 between two rows are noise: 256 held-out prompts, one sample each), and settings that act
+another (a few points of pass@1 between rows are noise: 256 held-out prompts, one sample each), and settings that act
 off policy only (clip_high, clip_dual): with one update a step at staleness 0 such rows are equal to the last bit.
 """
 
