@@ -37,7 +37,7 @@ bench: setup
 
 bench-peers: setup
 	@$(BIN)/python -c 'import trl' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -q -e '.[peers]'
-	@$(BIN)/python -m benchmarks peers $(ARGS)
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 docs: setup
 	@$(BIN)/python tools/write_docs.py
