@@ -655,6 +655,22 @@ class Recipe(Section):
                 f"algorithm.filters.refill_most {filters.refill_most} must be at least rollout.groups_per_step "
                 f"{self.rollout.groups_per_step}: it counts all groups of a step, the first ones included"
             )
+        if self.algorithm.advantage == "reinforce_pp" and filters.zero_variance != "keep":
+            raise ValueError(
+                f"algorithm.filters.zero_variance: {filters.zero_variance} takes out groups that teach: the baseline of "
+                "advantage: reinforce_pp is the batch's, not the group's; set it to keep, or take reinforce_pp_baseline"
+            )
+        if self.algorithm.advantage == "maxrl":
+            if filters.truncated == "penalise":
+                raise ValueError(
+                    "algorithm.advantage: maxrl needs rewards that are never negative, and "
+                    "algorithm.filters.truncated: penalise takes up to overlong_factor off; set it to keep or mask"
+                )
+            if below := [use.name for use in self.verifiers.use if use.weight < 0 and use.audit is None]:
+                raise ValueError(
+                    f"algorithm.advantage: maxrl needs rewards that are never negative; verifiers.use: {below[0]} has a "
+                    "weight below 0"
+                )
         if self.learner.lora.rank and self.algorithm.kl.every is not None:
             raise ValueError(
                 f"algorithm.kl.reference: {self.algorithm.kl.reference} needs a second model, and with learner.lora the "

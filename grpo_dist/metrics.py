@@ -249,7 +249,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup], current_version: int) -> Stat
     rewards = [v.reward for v in verdicts if v.reward is not None]
     lengths = [len(c.token_ids) for c in completions]
     lags = [lag for c in completions if (lag := staleness(c, current_version)) is not None]
-    flat = [not has_spread([v.reward for v in g.verdicts]) for g in groups]
+    flat = [not has_spread(g.rewards) for g in groups]
     spread = [Std.of(v.reward for v in g.verdicts if v.reward is not None) for g in groups]
     seconds = tuple(v.seconds for v in verdicts)
     stats: Stats = {

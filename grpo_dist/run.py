@@ -181,9 +181,15 @@ class Run:
             what = f"{skipped} of {len(batches)} updates of step" if len(batches) > 1 else "step"
             self.warn(f"{what} {self.state.step + 1} skipped: no finite gradient, or nothing to train on")
         if (row := int(values["train/skipped_in_a_row"])) >= self.recipe.faults.nonfinite_steps:
+            why = "no finite gradient"
+            if not any(batch.loss_tokens for batch in batches):
+                why = (
+                    "nothing was left to train on: in every group all rewards are equal "
+                    "(algorithm.filters.zero_variance: drop), or completions are masked or have no verdict"
+                )
             raise GrpoDistError(
-                f"{row} optimizer updates in a row were skipped (no finite gradient, or no sample with a verdict): "
-                f"faults.nonfinite_steps = {self.recipe.faults.nonfinite_steps}"
+                f"{row} optimizer updates in a row were skipped, {why} (faults.nonfinite_steps = "
+                f"{self.recipe.faults.nonfinite_steps})"
             )
         return learned
 

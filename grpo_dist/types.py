@@ -15,6 +15,7 @@ Conventions, relied on everywhere:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -126,6 +127,16 @@ class ScoredGroup:
     @property
     def group_id(self) -> int:
         return self.rollout.group_id
+
+    @property
+    def rewards(self) -> list[float]:
+        """[G], NaN for a sample that must not count: no verdict, a reward that is no number, aborted."""
+        return [
+            float(v.reward)
+            if v.reward is not None and math.isfinite(v.reward) and c.finish_reason != "abort"
+            else math.nan
+            for v, c in zip(self.verdicts, self.rollout.completions, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from grpo_dist.config import AlgorithmSection
+from grpo_dist.errors import GrpoDistError
 from grpo_dist.metrics import equal_rewards
 from grpo_dist.types import Completion, Prompt, Sample, ScoredGroup
 
@@ -70,7 +71,10 @@ def maxrl(rewards: Floats, group_ids: Ints) -> Floats:
 
     def estimate(r: Floats) -> Floats:
         if r.min() < 0:
-            raise ValueError(f"advantage maxrl divides by the mean reward, which may not be negative; got {r.min()}")
+            raise GrpoDistError(
+                "algorithm.advantage: maxrl divides by the mean reward of a group, so no reward may be negative; "
+                f"got {r.min()}"
+            )
         return r / r.mean() - 1
 
     return _per_group(rewards, group_ids, estimate)
@@ -137,22 +141,13 @@ def assign_advantages(groups: Sequence[ScoredGroup], algorithm: AlgorithmSection
     train either, but its reward counts in the group.
     """
     ids = np.asarray([g.group_id for g in groups for _ in g.verdicts], dtype=np.int64)
-    rewards = np.asarray(group_rewards(groups), dtype=np.float64)
+    rewards = np.asarray([r for g in groups for r in g.rewards], dtype=np.float64)
     options = {"k": algorithm.pass_k} if algorithm.advantage == "pass_at_k" else {}
     advantages = ADVANTAGES[algorithm.advantage](rewards, ids, **options)
     completions = [(g, i, c) for g in groups for i, c in enumerate(g.rollout.completions)]
     return [
         _sample(g.group_id, i, g.rollout.prompt, c, advantage=float(a), trains=bool(np.isfinite(r)))
         for (g, i, c), a, r in zip(completions, advantages, rewards, strict=True)
-    ]
-
-
-def group_rewards(groups: Sequence[ScoredGroup]) -> list[float]:
-    """One per completion, NaN for one that must not count: no verdict, a reward that is no number, aborted."""
-    return [
-        float("nan") if v.reward is None or not np.isfinite(v.reward) or c.finish_reason == "abort" else float(v.reward)
-        for g in groups
-        for v, c in zip(g.verdicts, g.rollout.completions, strict=True)
     ]
 
 

@@ -61,7 +61,7 @@ def shaped(groups: Sequence[ScoredGroup], filters: FiltersSection, max_tokens: i
 
 def by_spread(groups: Sequence[ScoredGroup]) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
     """(groups that can teach, groups whose known rewards are all equal), both in order."""
-    teaches = [has_spread([v.reward for v in g.verdicts]) for g in groups]
+    teaches = [has_spread(g.rewards) for g in groups]
     return (
         [g for g, t in zip(groups, teaches, strict=True) if t],
         [g for g, t in zip(groups, teaches, strict=True) if not t],

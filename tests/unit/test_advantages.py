@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_dist.algorithms.advantages import ADVANTAGES, assign_advantages, group_rewards
+from grpo_dist.algorithms.advantages import ADVANTAGES, assign_advantages
 from grpo_dist.config import AdvantageName, AlgorithmSection
+from grpo_dist.errors import GrpoDistError
 from grpo_dist.types import Completion, Verdict
 from tests.unit.samples import completion, group
 
@@ -112,7 +113,7 @@ def test_a_global_baseline_keeps_groups_of_equal_rewards() -> None:
 
 
 def test_maxrl_refuses_negative_rewards() -> None:
-    with pytest.raises(ValueError, match="may not be negative; got -1"):
+    with pytest.raises(GrpoDistError, match="may be negative; got -1"):
         advantages("maxrl", [-1.0, 1.0])
 
 
@@ -278,6 +279,5 @@ def test_k_of_pass_at_k_comes_from_the_recipe() -> None:
 
 def test_rewards_of_groups_in_order() -> None:
     verdicts = [Verdict(1.0), Verdict(None, error="timeout")]
-    assert group_rewards([group([0.5, 0.25]), group([0, 0], verdicts=verdicts)]) == pytest.approx(
-        [0.5, 0.25, 1.0, NAN], nan_ok=True
-    )
+    groups = [group([0.5, 0.25]), group([0, 0], verdicts=verdicts)]
+    assert [r for g in groups for r in g.rewards] == pytest.approx([0.5, 0.25, 1.0, NAN], nan_ok=True)

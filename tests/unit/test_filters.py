@@ -108,3 +108,8 @@ def test_when_nothing_has_spread_refilling_ends_with_a_message() -> None:
 def test_a_cap_below_what_is_wanted_is_refused() -> None:
     with pytest.raises(ValueError, match="refilling to 4 groups needs a cap of at least as many, got 3"):
         Refill(wanted=4, most=3)
+
+
+def test_an_aborted_completion_gives_a_group_no_spread() -> None:
+    cut = group([1.0, 1.0, 0.0], completions=[completion(), completion(), completion(finish="abort")])
+    assert by_spread([cut]) == ([], [cut])

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from grpo_dist.config import DifficultySection, FiltersSection, RolloutSection
+from grpo_dist.config import DifficultySection, FiltersSection, Recipe, RolloutSection
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.rollout.pipeline import RolloutPipeline
 from grpo_dist.rollout.selection import Difficulty, StepGroups, select
 from grpo_dist.types import GroupRequest, Prompt, RolloutGroup, ScoredGroup, Verdict
+from tests.conftest import tiny_recipe
 from tests.unit.samples import completion
 
 PER_STEP = 4
@@ -197,3 +199,24 @@ def test_a_buffered_group_behind_resting_ones_has_its_place() -> None:
     assert [(g.group_id, g.rollout.engine) for g in step.seen] == [(6, "e"), (7, "e"), (8, "e"), (9, "former process")]
     with pytest.raises(ValueError, match="outside the window"):
         RolloutPipeline(request, fleet.generate, fleet.score, slots=3, **saved)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"algorithm": {"filters": {"refill_most": 1}}}, r"refill_most 1 must be at least rollout.groups_per_step 2"),
+        ({"algorithm": {"filters": {"truncated": "penalise", "overlong_buffer": 17}}}, "max_tokens is 16"),
+        (
+            {"algorithm": {"advantage": "reinforce_pp", "filters": {"zero_variance": "drop"}}},
+            "zero_variance: drop takes out groups that teach",
+        ),
+        ({"algorithm": {"advantage": "maxrl", "filters": {"truncated": "penalise"}}}, "set it to keep or mask"),
+        (
+            {"algorithm": {"advantage": "maxrl"}, "verifiers": {"use": [{"name": "exact", "weight": -1}]}},
+            "verifiers.use: exact has a weight below 0",
+        ),
+    ],
+)
+def test_filters_that_cannot_do_what_they_say_are_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Recipe.model_validate(tiny_recipe(**sections))
