@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.config import Recipe
+from grpo_dist.data.batching import build_batch
 from grpo_dist.errors import GrpoDistError, SelfCheckError
 from grpo_dist.learner.checkpoint import CheckpointStore
 from grpo_dist.metrics import Max, Mean, Stats
@@ -22,6 +23,7 @@ from grpo_dist.monitor.records import RunFolder, read_jsonl
 from grpo_dist.run import Run
 from grpo_dist.types import RunState, WeightUpdate
 from tests.conftest import tiny_recipe
+from tests.unit.samples import sample
 
 
 class Prompts:
@@ -63,6 +65,9 @@ class Answers:
         self.saved.append(folder)
 
 
+BATCH = build_batch([sample(4, 2)], ranks=1, micro_batch_tokens=8)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[tuple[Recipe, RunFolder]]:
     recipe = Recipe.model_validate(tiny_recipe(run={"out": str(tmp_path)}, faults={"nonfinite_steps": 3}))
@@ -90,13 +95,13 @@ def test_a_mismatch_at_step_0_is_named(folder: Any, off: float) -> None:
     with pytest.raises(
         SelfCheckError, match=r"self-check 'step 0' failed.*differ by .* allowed 0\.1 .*max_step0_mismatch"
     ):
-        asyncio.run(run.learn([None]))  # type: ignore[list-item]
+        asyncio.run(run.learn([BATCH]))
 
 
 def test_later_mismatch_is_measured_and_no_reason_to_stop(folder: Any) -> None:
     run = run_with(folder, Answers(updates=[learned(), learned(mismatch=0.5)]))
-    asyncio.run(run.learn([None]))  # type: ignore[list-item]
-    asyncio.run(run.learn([None]))  # type: ignore[list-item]
+    asyncio.run(run.learn([BATCH]))
+    asyncio.run(run.learn([BATCH]))
 
 
 def test_a_first_publication_that_changes_weights_is_named(folder: Any) -> None:
@@ -122,12 +127,19 @@ def test_updates_without_a_finite_gradient_are_warned_of_and_end_the_run(folder:
     async def steps() -> None:
         async with run.saving_on_failure(Pipeline()):  # type: ignore[arg-type]
             for _ in range(3):
-                await run.learn([None])  # type: ignore[list-item]
+                await run.learn([BATCH])
 
-    with pytest.raises(GrpoDistError, match=r"3 optimizer updates in a row were skipped .*nonfinite_steps = 3"):
+    with pytest.raises(GrpoDistError, match=r"3 optimizer .* skipped, no finite gradient .*nonfinite_steps = 3"):
         asyncio.run(steps())
     warnings = [e["text"] for e in read_jsonl(run.folder.path / "events.jsonl") if e["kind"] == "warning"]
     assert len(warnings) == 2
     assert "step 5 skipped: no finite gradient" in warnings[0]
     assert answers.saved == []
     assert list(run.folder.checkpoints.glob("*")) == []
+
+
+def test_a_run_without_anything_to_train_on_says_so(folder: Any) -> None:
+    nothing = build_batch([], ranks=1, micro_batch_tokens=8)
+    run = run_with(folder, Answers(updates=[learned(skipped=1, in_a_row=3)]))
+    with pytest.raises(GrpoDistError, match=r"nothing was left to train on: in every group all rewards are equal"):
+        asyncio.run(run.learn([nothing]))
