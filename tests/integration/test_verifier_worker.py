@@ -196,8 +196,10 @@ def test_lost_scorers_are_replaced_and_every_sample_has_one_verdict(
         everyone: list[int] = []
 
         async def children(name: str) -> list[int]:
-            counts = await pool.members[name].call("counts", seconds=30)
-            return list(counts["children"])
+            async with asyncio.timeout(60):  # a child is forked when there is something to judge
+                while not (pids := (await pool.members[name].call("counts", seconds=30))["children"]):
+                    await asyncio.sleep(0.05)
+            return list(pids)
 
         async def kill_verifier_and_child() -> None:
             first, second = pool.members
