@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from grpo_dist.deepspeed_keys import refuse_keys
+
 
 def _at_most(limit: int) -> AfterValidator:
     """A bound that no real run reaches: a slip of the finger is refused with its key, not met as a lack of memory."""
@@ -60,6 +62,12 @@ class ModelSection(Section):
         "auto", description="How packed sequences attend: 'auto' takes varlen on CUDA and segment on CPU."
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
+
+    @model_validator(mode="after")
+    def _varlen_is_half(self) -> ModelSection:
+        if self.attention == "varlen" and self.dtype == "float32":
+            raise ValueError("attention: varlen needs dtype bfloat16 or float16, got float32; segment takes any")
+        return self
 
 
 class DataColumns(Section):
@@ -472,8 +480,8 @@ class ScheduleSection(Section):
 
 
 class OptimizerSection(Section):
-    beta1: Fraction = Field(0.9, description="AdamW.")
-    beta2: Fraction = Field(0.99, description="AdamW.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW.")
+    beta2: float = Field(0.99, ge=0, lt=1, description="AdamW.")
     eps: PositiveFloat = Field(1e-8, description="AdamW.")
     weight_decay: NonNegativeFloat = Field(
         0.0, description="AdamW, decoupled; of matrices only: norms, biases and other vectors do not decay."
@@ -523,22 +531,8 @@ class LearnerSection(Section):
 
     @model_validator(mode="after")
     def _owned_deepspeed_keys(self) -> LearnerSection:
-        owned = {
-            "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
-            "gradient_clipping", "bf16", "fp16", "managed_gradient_accumulation", "checkpoint", "amp", "compile",
-        }  # fmt: skip
-        if taken := sorted(owned & set(self.deepspeed)):
-            raise ValueError(
-                f"deepspeed.{taken[0]} is set by grpo_dist and cannot be given; see the learner's own keys"
-            )
-        zero = self.deepspeed.get("zero_optimization", {})
-        if not isinstance(zero, dict):
-            raise ValueError(f"deepspeed.zero_optimization must be a mapping, got {zero!r}")
-        if (stage := zero.get("stage", 3)) != 3:
-            raise ValueError(f"deepspeed.zero_optimization.stage is 3 and cannot be changed, got {stage!r}")
-        # Both are the averaging factor's or the weight version's: a gradient would be late, or scaled, without a sign.
-        if taken := sorted({"reduce_scatter", "zenflow"} & set(zero)):
-            raise ValueError(f"deepspeed.zero_optimization.{taken[0]} is set by grpo_dist and cannot be given")
+        switches = {key: getattr(self.zero, key) for key in ("offload_optimizer", "offload_parameters")}
+        refuse_keys(self.deepspeed, offloads=switches)
         return self
 
 
@@ -618,7 +612,9 @@ class Recipe(Section):
     @classmethod
     def _constant_divisor(cls, data: Any) -> Any:
         algorithm = data.get("algorithm") if isinstance(data, dict) else None
-        if not isinstance(algorithm, dict) or algorithm.get("divisor") != "constant" or algorithm.get("divisor_tokens"):
+        if not isinstance(algorithm, dict) or algorithm.get("divisor") != "constant":
+            return data
+        if algorithm.get("divisor_tokens") is not None:  # 0 is refused by its own key
             return data
         rollout = data.get("rollout") or {}
         sampling = (rollout.get("sampling") if isinstance(rollout, dict) else None) or {}
@@ -630,8 +626,9 @@ class Recipe(Section):
         samples = self.rollout.groups_per_step * self.rollout.group_size
         if samples < self.learner.ranks:
             raise ValueError(
-                f"a step has {self.rollout.groups_per_step} groups x {self.rollout.group_size} samples = {samples}, "
-                f"fewer than learner.ranks = {self.learner.ranks}: some ranks would never train"
+                f"rollout.groups_per_step {self.rollout.groups_per_step} x rollout.group_size "
+                f"{self.rollout.group_size} = {samples} samples a step, fewer than learner.ranks {self.learner.ranks}: "
+                "some ranks would never train"
             )
         parts = self.learner.updates_per_batch
         if parts > self.rollout.groups_per_step:
@@ -641,8 +638,9 @@ class Recipe(Section):
             )
         if (least := self.rollout.groups_per_step // parts * self.rollout.group_size) < self.learner.ranks:
             raise ValueError(
-                f"learner.updates_per_batch {parts} leaves {least} samples for the smallest mini-batch, fewer than "
-                f"learner.ranks = {self.learner.ranks}: some ranks would have nothing to do in it"
+                f"learner.updates_per_batch {parts} leaves {least} samples (rollout.groups_per_step "
+                f"{self.rollout.groups_per_step}, rollout.group_size {self.rollout.group_size}) for the smallest "
+                f"mini-batch, fewer than learner.ranks {self.learner.ranks}: some ranks would have nothing to do in it"
             )
         filters, most = self.algorithm.filters, self.rollout.sampling.max_tokens
         if filters.overlong_buffer is not None and filters.overlong_buffer > most:
@@ -673,7 +671,7 @@ class Recipe(Section):
                 )
         if self.learner.lora.rank and self.algorithm.kl.every is not None:
             raise ValueError(
-                f"algorithm.kl.reference: {self.algorithm.kl.reference} needs a second model, and with learner.lora the "
+                f"algorithm.kl.reference: {self.algorithm.kl.reference} needs a second model, and with learner.lora.rank the "
                 "reference is the policy's own base model, which never moves: set it to fixed"
             )
         longest = self.data.max_prompt_tokens + most

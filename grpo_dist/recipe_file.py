@@ -46,8 +46,14 @@ class _Draft:
                 return found
         return self.file
 
-    def problem(self, path: KeyPath, text: str) -> None:
-        line = f"{self.place(path)}: {_dotted(path)}{': ' if path else ''}{text}"
+    def place_of_several(self, path: KeyPath, named: Sequence[KeyPath]) -> str:
+        """As ``place``; but what an override brought about, through any of the keys named, is the override's."""
+        place = self.place(path)
+        words = [found for key in named if (found := self.places.get(key, "")).startswith("override ")]
+        return " and ".join(dict.fromkeys(words)) if words and not place.startswith("override ") else place
+
+    def problem(self, path: KeyPath, text: str, named: Sequence[KeyPath] = ()) -> None:
+        line = f"{self.place_of_several(path, named)}: {_dotted(path)}{': ' if path else ''}{text}"
         if line not in self.problems:
             self.problems.append(line)
 
@@ -219,6 +225,7 @@ def _validate(draft: _Draft) -> Recipe | None:
     """
     data: Any = draft.data
     repaired: set[str] = set()
+    gone: set[KeyPath] = set()
     for _ in range(200):  # each round repairs at least one key of a finite recipe
         try:
             recipe = Recipe.model_validate(data)
@@ -233,32 +240,54 @@ def _validate(draft: _Draft) -> Recipe | None:
                 len(o["loc"]) > len(path) and o["loc"][: len(path)] == path for o in found
             ):
                 continue  # pydantic counts only the good entries of a list; the bad ones are listed themselves
+            named = _keys_named(path, one)
             if path == () and one["type"] == "value_error":
                 # Made of several sections: only true while none of them was replaced.
-                if not repaired & {"rollout", "learner", "data"}:
-                    draft.problem((), _wording(one))
+                if not repaired & {"rollout", "learner", "data"} and not gone & set(named):
+                    draft.problem((), _wording(one), named)
                 continue
-            draft.problem(_named_key(path, one), _wording(one, path))
+            key, text = _named_key(path, one)
+            if not gone & set(named):  # otherwise it may only be missing because it was taken out as wrong
+                draft.problem(key, text, named)
             repaired.add(str(path[0]) if path else "")
-            data, done = _without(data, _named_key(path, one))
+            gone.add(key)
+            data, done = _without(data, key)
             progress = progress or done
         if not progress:
             return None
     return None
 
 
-def _named_key(path: KeyPath, one: Any) -> KeyPath:
-    """A section's own check names the key it is about by its first word; that key is the problem's place."""
-    if one["type"] != "value_error" or not isinstance(one["input"], dict):
-        return path
-    first = str(one["ctx"]["error"]).split(maxsplit=1)[0].rstrip(":,")
-    named = tuple(first.split("."))
+def _named_key(path: KeyPath, one: Any) -> tuple[KeyPath, str]:
+    """The key that a problem is about, and what to say of it. A section's own check names the key by its first word,
+    from itself or with its own name before; that word is then not said again."""
+    text = _wording(one, path)
+    if one["type"] != "value_error" or not isinstance(one["input"], dict) or " " not in text:
+        return path, text
+    first, rest = text.split(maxsplit=1)
+    named = tuple(first.rstrip(":,").split("."))
+    if path and named[0] == path[-1] and len(named) > 1:
+        named = named[1:]
     inside: Any = one["input"]
     for part in named:
         if not isinstance(inside, dict) or part not in inside:
-            return path
+            return path, text
         inside = inside[part]
-    return (*path, *named)
+    return (*path, *named), rest
+
+
+_KEY_IN_TEXT = re.compile(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*")
+
+
+def _keys_named(path: KeyPath, one: Any) -> list[KeyPath]:
+    """The keys that the text of a check may be naming: from the section, or with the section's own name before. Checks
+    of several sections name theirs in full."""
+    if one["type"] != "value_error":
+        return []
+    words = [tuple(word.split(".")) for word in _KEY_IN_TEXT.findall(str(one["ctx"]["error"]))]
+    if path == ():
+        return [word for word in words if len(word) > 1]
+    return [(*path, *word) for word in words] + [(*path[:-1], *word) for word in words if len(word) > 1]
 
 
 _WANTED = {

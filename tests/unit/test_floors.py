@@ -16,7 +16,7 @@ ROOT = Path(grpo_dist.__file__).parent
 
 # The longest matching prefix decides. A module that matches none fails the test: it needs a floor first.
 FLOORS = {
-    "types": 0, "config": 0, "errors": 0, "yaml_lines": 0, "recipe_keys": 0, "recipe_file": 0,
+    "types": 0, "config": 0, "deepspeed_keys": 0, "errors": 0, "yaml_lines": 0, "recipe_keys": 0, "recipe_file": 0,
     "algorithms": 1, "verifiers": 1, "metrics": 1, "plan": 1,
     "data": 2, "rollout.pipeline": 2, "rollout.selection": 2, "rollout.seeds": 2, "evaluate": 2,
     "rollout": 3, "learner": 3, "weights": 3, "monitor": 3,

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_dist.config import LearnerSection, ModelSection, RolloutSection
+from grpo_dist.deepspeed_keys import KNOWN, KNOWN_ZERO
 from grpo_dist.learner.ds_config import policy_config, reference_config
 from tests.unit.test_learner_spec import spec
 
@@ -24,6 +25,9 @@ REFUSED: dict[str, Any] = {
     "managed_gradient_accumulation": False,
     "checkpoint": {"load_universal": True},
     "compile": {"deepcompile": True},
+    "bfloat16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "bf16"},
+    "torch_autocast": {"enabled": True},
 }
 
 
@@ -40,11 +44,68 @@ def test_keys_that_this_system_owns_are_refused(key: str) -> None:
         ({"reduce_scatter": False}, r"zero_optimization\.reduce_scatter is set by grpo_dist"),
         ({"zenflow": {"topk_ratio": 0.1}}, r"zero_optimization\.zenflow is set by grpo_dist"),
         ("yes", "zero_optimization must be a mapping, got 'yes'"),
+        ({"zero_quantized_gradients": True}, r"zero_optimization\.zero_quantized_gradients cannot be given: .*rounded"),
+        ({"zero_quantized_weights": True}, r"zero_optimization\.zero_quantized_weights cannot be given: .*rounded"),
+        ({"offload_optimizer": {"device": "cpu"}}, r"offload_optimizer needs learner\.zero\.offload_optimizer: true"),
+        ({"offload_param": {"device": "cpu"}}, r"offload_param needs learner\.zero\.offload_parameters: true"),
+        ({"cpu_offload": True}, r"cpu_offload cannot be given: set learner\.zero\.offload_optimizer"),
+        ({"stage3_max_live_paramters": 5}, "is no key of DeepSpeed; did you mean stage3_max_live_parameters"),
     ],
 )
 def test_keys_below_zero_optimization(zero: Any, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         LearnerSection(deepspeed={"zero_optimization": zero})
+
+
+@pytest.mark.parametrize("key", ["prescale_gradients", "gradient_predivide_factor", "progressive_layer_drop"])
+def test_keys_that_would_scale_or_change_what_is_trained(key: str) -> None:
+    with pytest.raises(ValidationError, match=rf"deepspeed\.{key} cannot be given: "):
+        LearnerSection(deepspeed={key: True})
+
+
+def test_a_key_that_deepspeed_would_ignore() -> None:
+    with pytest.raises(
+        ValidationError, match=r"deepspeed\.comunication_data_type is no key of DeepSpeed; did you mean communication_d"
+    ):
+        LearnerSection(deepspeed={"comunication_data_type": "fp32"})
+    with pytest.raises(ValidationError, match=r"deepspeed\.zzqq is no key of DeepSpeed"):
+        LearnerSection(deepspeed={"zzqq": 1})
+
+
+def test_details_of_an_offload_that_is_on() -> None:
+    given = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}}}
+    config = policy_config(spec(zero={"offload_optimizer": True}, deepspeed=given))
+    assert config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/fast"
+    with pytest.raises(ValidationError, match="must be a mapping with device cpu or nvme"):
+        spec(
+            zero={"offload_optimizer": True}, deepspeed={"zero_optimization": {"offload_optimizer": {"device": "none"}}}
+        )
+
+
+def test_the_lists_are_those_of_the_installed_deepspeed() -> None:
+    """What its configuration asks a mapping for, and the fields of its ZeRO section."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    asked: set[str] = set()
+
+    class Asked(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+        def keys(self) -> Any:
+            return self
+
+    reader = object.__new__(DeepSpeedConfig)
+    reader._initialize_params(Asked(train_batch_size=1))  # not empty: some only look into one that is not
+    assert asked == KNOWN
+    fields = DeepSpeedZeroConfig.model_fields
+    assert set(fields) | {field.alias for field in fields.values() if field.alias} == KNOWN_ZERO
 
 
 def test_other_keys_reach_policy_and_reference() -> None:

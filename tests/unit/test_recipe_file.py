@@ -122,11 +122,11 @@ class TestUnknownKeys:
 class TestValues:
     def test_group_of_one(self, write) -> None:
         (line,) = problems(write(SMALLEST + "rollout:\n  group_size: 1\n"))
-        assert line.startswith("line 8: rollout.group_size: group_size must be at least 2, got 1: the advantage")
+        assert line.startswith("line 8: rollout.group_size: must be at least 2, got 1: the advantage")
 
     def test_temperature_zero(self, write) -> None:
         (line,) = problems(write(SMALLEST), "rollout.sampling.temperature=0")
-        assert "rollout.sampling.temperature: temperature must be at least 0.01 for training rollouts, got 0.0" in line
+        assert "rollout.sampling.temperature: must be at least 0.01 for training rollouts, got 0.0" in line
 
     @pytest.mark.parametrize("word", ["top_p=0.9", "top_k=5", "min_p=0.1"])
     def test_truncated_sampling(self, write, word: str) -> None:
@@ -138,8 +138,45 @@ class TestValues:
     def test_fewer_samples_than_ranks(self, write) -> None:
         (line,) = problems(write(SMALLEST), "learner.ranks=9", "rollout.group_size=2", "rollout.groups_per_step=4")
         assert line == (
-            "file: a step has 4 groups x 2 samples = 8, fewer than learner.ranks = 9: some ranks would never train"
+            "override 'rollout.groups_per_step=4' and override 'rollout.group_size=2' and override 'learner.ranks=9': "
+            "rollout.groups_per_step 4 x rollout.group_size 2 = 8 samples a step, fewer than learner.ranks 9: "
+            "some ranks would never train"
         )
+
+    def test_what_an_override_brings_about_is_the_overrides(self, write) -> None:
+        """A key of the file that an overridden one contradicts is not to blame."""
+        file = write(SMALLEST + "algorithm:\n  objective: gmpo\n  kl: {beta: 0.1}\nlearner: {ranks: 2}\n")
+        (line,) = problems(file, "algorithm.kl.place=reward")
+        assert line.startswith("override 'algorithm.kl.place=reward': algorithm.objective: gmpo needs one advantage")
+        (line,) = problems(file, "learner.updates_per_batch=99")
+        assert line.startswith("override 'learner.updates_per_batch=99': learner.updates_per_batch 99 is more than")
+        (line,) = problems(write(SMALLEST + "algorithm:\n  objective: gmpo\n  kl: {beta: 1, place: reward}\n"))
+        assert line.startswith("line 8: algorithm.objective: gmpo needs")
+
+    def test_a_key_taken_out_as_wrong_is_not_missing(self, write) -> None:
+        words = ["algorithm.kl.reference=refresh", "algorithm.kl.refresh_every=0"]
+        (line,) = problems(write(SMALLEST), *words)
+        assert line.endswith("algorithm.kl.refresh_every: wanted greater than 0, found 0")
+        (line,) = problems(write(SMALLEST), words[0])
+        assert line == (
+            "override 'algorithm.kl.reference=refresh': algorithm.kl.reference: refresh needs kl.refresh_every (steps) "
+            "and no kl.ema"
+        )
+
+    def test_a_constant_divisor_of_nothing(self, write) -> None:
+        (line,) = problems(write(SMALLEST), "algorithm.divisor=constant", "algorithm.divisor_tokens=0")
+        assert line.endswith("algorithm.divisor_tokens: wanted greater than 0, found 0")
+        chosen = load_recipe(write(SMALLEST), ["algorithm.divisor=constant", "rollout.sampling.max_tokens=77"])
+        assert chosen.algorithm.divisor_tokens == 77
+
+    @pytest.mark.parametrize("beta", ["beta1", "beta2"])
+    def test_a_moment_that_never_forgets(self, write, beta: str) -> None:
+        (line,) = problems(write(SMALLEST), f"learner.optimizer.{beta}=1")
+        assert line.endswith(f"learner.optimizer.{beta}: wanted less than 1, found 1")
+
+    def test_varlen_is_for_half_precision(self, write) -> None:
+        (line,) = problems(write(SMALLEST), "model.attention=varlen", "model.dtype=float32")
+        assert "model.attention: varlen needs dtype bfloat16 or float16, got float32" in line
 
     def test_missing_key_says_what_it_is_for(self, write) -> None:
         (line,) = problems(write(SMALLEST.replace(", steps: 2", "")))
@@ -163,13 +200,13 @@ class TestValues:
         assert line.endswith("found 12 (write it in quotes)")
 
     def test_keys_that_belong_to_us(self, write) -> None:
-        assert "engine.model is set by grpo_dist" in problems(write(SMALLEST), "rollout.engine.model=x")[0]
-        assert "deepspeed.fp16 is set by grpo_dist" in problems(write(SMALLEST), "learner.deepspeed.fp16={}")[0]
+        assert "engine.model: is set by grpo_dist" in problems(write(SMALLEST), "rollout.engine.model=x")[0]
+        assert "deepspeed.fp16: is set by grpo_dist" in problems(write(SMALLEST), "learner.deepspeed.fp16={}")[0]
 
     @pytest.mark.parametrize("value", ["abc", "[1]", "0", "true", "1.5"])
     def test_context_that_is_no_number(self, write, value: str) -> None:
         (line,) = problems(write(SMALLEST), f"rollout.engine.max_model_len={value}")
-        assert "rollout.engine.max_model_len: engine.max_model_len must be a positive integer, got" in line
+        assert "rollout.engine.max_model_len: must be a positive integer, got" in line
 
     @pytest.mark.parametrize(
         "key",

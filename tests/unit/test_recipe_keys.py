@@ -60,7 +60,7 @@ def test_defaults_and_limits_are_shown() -> None:
     keys = {key.path: key for key in recipe_keys()}
     assert (keys["rollout.group_size"].default, keys["learner.learning_rate"].default) == ("16", "1e-06")
     assert (keys["verifiers.placement.cpus"].default, keys["rollout.placement.cpus"].default) == ("0.25", "0.5")
-    assert keys["learner.optimizer.beta1"].type == "number (>= 0, <= 1)"
+    assert keys["learner.optimizer.beta1"].type == "number (>= 0, < 1)"
     assert keys["model.dtype"].type == "float32 | bfloat16 | float16"
 
 
