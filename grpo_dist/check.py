@@ -28,6 +28,8 @@ from grpo_dist.model_folder import (
     resolve_model,
 )
 from grpo_dist.monitor.records import free_bytes
+from grpo_dist.plan.batch import batch_plan
+from grpo_dist.plan.idle_keys import idle_keys
 from grpo_dist.plan.memory import BYTES, bytes_text, engine_memory, learner_memory
 from grpo_dist.plan.shapes import ModelShape, shape_from_config
 from grpo_dist.rollout.engine_keys import refuse_unknown_engine_keys
@@ -63,6 +65,7 @@ def check(recipe: Recipe, *, offline: bool = False) -> CheckReport:
         refuse_unknown_engine_keys(recipe.rollout.engine)
     except UserError as error:
         report.problems.append(str(error))
+    report.warnings += idle_keys(recipe)
     _batch(recipe, report)
     if offline:
         _offline(recipe, report)
@@ -100,19 +103,18 @@ def _offline(recipe: Recipe, report: CheckReport) -> None:
 
 def _batch(recipe: Recipe, report: CheckReport) -> None:
     rollout, learner = recipe.rollout, recipe.learner
-    samples = rollout.groups_per_step * rollout.group_size
-    longest = recipe.data.max_prompt_tokens + rollout.sampling.max_tokens
-    most = samples * longest
-    slots = (rollout.max_staleness + 1) * rollout.groups_per_step
+    plan = batch_plan(recipe)
+    longest, slots = plan.longest, plan.slots
     report.facts["batch"] = (
-        f"{rollout.groups_per_step} groups x {rollout.group_size} completions = {samples} samples a step, "
+        f"{plan.groups} groups x {rollout.group_size} completions = {plan.samples} samples a step, "
         f"{learner.updates_per_batch} x {learner.epochs} optimizer updates; "
-        f"{recipe.run.steps} steps = {recipe.run.steps * samples:,} samples"
+        f"{recipe.run.steps} steps = {plan.total_samples:,} samples"
     )
     report.facts["tokens"] = (
         f"at most {recipe.data.max_prompt_tokens} + {rollout.sampling.max_tokens} = {longest} a sample, "
-        f"{most:,} a step; {learner.ranks} ranks x micro-batches of up to {learner.micro_batch_tokens:,} tokens = "
-        f"about {-(-most // (learner.ranks * learner.micro_batch_tokens))} forward passes a rank at most"
+        f"{plan.tokens:,} a step; whole samples in micro-batches of {learner.micro_batch_tokens:,} tokens on "
+        f"{learner.ranks} ranks: at most {plan.micro_batches} training passes a rank in an update, "
+        f"{plan.micro_batches * plan.updates} in a step"
     )
     report.facts["window"] = (
         f"max_staleness {rollout.max_staleness}: at most {slots} groups in flight on {rollout.workers} engines "

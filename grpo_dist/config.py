@@ -9,9 +9,18 @@ in milliseconds, on any machine. What needs data, a tokenizer or a cluster is ch
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from grpo_dist.deepspeed_keys import refuse_keys
 
@@ -43,6 +52,18 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_number_is_no_boolean(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic reads true as 1: ``kl.beta: true`` would be a penalty of 1."""
+        if isinstance(value, bool) and info.field_name is not None:
+            wanted = cls.model_fields[info.field_name].annotation
+            inside = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else ()
+            kinds = {wanted, *(part for one in inside for part in (one, *get_args(one)[:1]))}
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError(f"wanted a number, found {str(value).lower()}")
+        return value
 
 
 class RunSection(Section):
@@ -365,6 +386,9 @@ class CorrectionSection(Section):
     def _ordered(self) -> CorrectionSection:
         if self.mask != "none" and not self.low < self.high:
             raise ValueError(f"correction.low must be below correction.high, got {self.low} and {self.high}")
+        if self.mask != "none" and not self.low <= 1 <= self.high:
+            wrong = f"low {self.low} is above 1" if self.low > 1 else f"high {self.high} is below 1"
+            raise ValueError(f"{wrong}: mask {self.mask} would drop everything where engine and learner agree")
         return self
 
     @property
@@ -388,6 +412,14 @@ class DifficultySection(Section):
     )
     rest: Positive = Field(1, description="Epochs of the first rest; each one after it is twice as long.")
     longest: Positive = Field(64, description="Epochs of the longest rest.")
+
+    @model_validator(mode="after")
+    def _rests_within_the_longest(self) -> DifficultySection:
+        if self.rest > self.longest:
+            raise ValueError(
+                f"rest {self.rest} is more than longest {self.longest}: the first rest is the shortest one"
+            )
+        return self
 
 
 class FiltersSection(Section):
@@ -414,6 +446,14 @@ class FiltersSection(Section):
     difficulty: DifficultySection = Field(
         DifficultySection(), description="Rest for prompts that are always solved, or never."
     )
+
+    @model_validator(mode="after")
+    def _given_where_it_is_read(self) -> FiltersSection:
+        if self.overlong_buffer is not None and self.truncated != "penalise":
+            raise ValueError(f"overlong_buffer is given, but truncated is {self.truncated}: set it to penalise")
+        if self.refill_most is not None and self.zero_variance != "refill":
+            raise ValueError(f"refill_most is given, but zero_variance is {self.zero_variance}: set it to refill")
+        return self
 
 
 class AlgorithmSection(Section):
@@ -461,6 +501,8 @@ class AlgorithmSection(Section):
                 "objective: gmpo needs one advantage per completion, and kl.place: reward gives each token its own; "
                 "set kl.place: loss"
             )
+        if self.clip_dual is not None and self.objective not in ("clip", "gspo", "sequence_ratio"):
+            raise ValueError(f"clip_dual is given, but objective {self.objective} has no dual clip: set it to null")
         return self
 
     @property
@@ -641,6 +683,11 @@ class Recipe(Section):
                 f"learner.updates_per_batch {parts} leaves {least} samples (rollout.groups_per_step "
                 f"{self.rollout.groups_per_step}, rollout.group_size {self.rollout.group_size}) for the smallest "
                 f"mini-batch, fewer than learner.ranks {self.learner.ranks}: some ranks would have nothing to do in it"
+            )
+        if self.algorithm.advantage == "pass_at_k" and self.algorithm.pass_k > self.rollout.group_size:
+            raise ValueError(
+                f"algorithm.pass_k {self.algorithm.pass_k} is more than rollout.group_size {self.rollout.group_size}: "
+                "a group has no subset of that size"
             )
         filters, most = self.algorithm.filters, self.rollout.sampling.max_tokens
         if filters.overlong_buffer is not None and filters.overlong_buffer > most:

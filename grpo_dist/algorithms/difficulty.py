@@ -73,12 +73,6 @@ def rests(memory: DifficultyMemory, prompt_id: str, epoch: int) -> bool:
     return record is not None and epoch < record.until
 
 
-def pass_rate(memory: DifficultyMemory, prompt_id: str) -> float | None:
-    """Share of right samples over all visits; None for a prompt that was never judged."""
-    record = memory.records.get(prompt_id)
-    return record.solved / record.judged if record is not None and record.judged else None
-
-
 def _after(record: PromptRecord, visit: Visit, memory: DifficultyMemory) -> PromptRecord:
     verdict = 1 if visit.solved == visit.judged else -1 if visit.solved == 0 else 0
     same = verdict != 0 and record.streak * verdict >= 0

@@ -53,9 +53,9 @@ def batch_plan(recipe: Recipe, rows: int | None = None) -> BatchPlan:
 
 
 def rank_share(recipe: Recipe) -> int:
-    """Samples of one rank in one update."""
-    samples = recipe.rollout.groups_per_step * recipe.rollout.group_size
-    return -(-samples // (recipe.learner.ranks * recipe.learner.updates_per_batch))
+    """Samples of one rank in one update, of the largest mini-batch: those hold whole groups."""
+    groups = -(-recipe.rollout.groups_per_step // recipe.learner.updates_per_batch)
+    return -(-groups * recipe.rollout.group_size // recipe.learner.ranks)
 
 
 def mixed_share(pass_rate: float, group_size: int) -> float:

@@ -86,6 +86,17 @@ def test_check_says_when_a_sample_may_exceed_the_budget(budget: int, warnings: i
     assert report.problems == []
 
 
+def test_check_counts_passes_as_plan_does_and_as_packing_needs_them() -> None:
+    """80 tokens a sample at most, so two fit into 200; 3 groups of 4 in two mini-batches: the larger one has 8 samples."""
+    keys = {"updates_per_batch": 2, "epochs": 3, "micro_batch_tokens": 200, "ranks": 2}
+    recipe = Recipe.model_validate(tiny_recipe(learner=keys, rollout={"groups_per_step": 3}))
+    report = CheckReport()
+    _batch(recipe, report)
+    assert "at most 2 training passes a rank in an update, 12 in a step" in report.facts["tokens"]
+    longest = [sample(80, 16, group_id=i // 4, index=i % 4) for i in range(8)]
+    assert [len(shard) for shard in build_batch(longest, ranks=2, micro_batch_tokens=200).shards] == [2, 2]
+
+
 def test_a_first_token_cannot_train() -> None:
     with pytest.raises(ValueError, match=r"first token has no prediction, yet trains \(group 0, 3\)"):
         build_batch([sample(4, 4, index=3)], ranks=1, micro_batch_tokens=8)

@@ -149,5 +149,6 @@ def test_the_constant_divisor_defaults_to_the_longest_completion() -> None:
 
 
 def test_geometric_mean_is_the_exponential_of_the_mean_log() -> None:
-    keys = {"mask": "geometric", "low": math.sqrt(6) - 1e-9, "high": math.sqrt(6) + 1e-9}
-    assert weights([[2.0, 3.0]], keys)[1] == [False, False]
+    for edge, dropped in ((1e-9, False), (-1e-9, True)):
+        keys = {"mask": "geometric", "low": 1.0, "high": math.sqrt(6) + edge}
+        assert weights([[2.0, 3.0]], keys)[1] == [dropped, dropped]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_dist.algorithms.difficulty import DifficultyMemory, Visit, observe, pass_rate, rests
+from grpo_dist.algorithms.difficulty import DifficultyMemory, Visit, observe, rests
 
 
 def visited(memory: DifficultyMemory, *outcomes: tuple[int, int]) -> DifficultyMemory:
@@ -25,7 +25,6 @@ MEMORY = DifficultyMemory(patience=2, rest=3)
 
 def test_a_new_prompt_does_not_rest() -> None:
     assert resting(MEMORY) == []
-    assert pass_rate(MEMORY, "p") is None
 
 
 @pytest.mark.parametrize("solved", [0, 4])
@@ -53,10 +52,6 @@ def test_a_visit_that_confirms_it_doubles_the_rest_up_to_the_longest() -> None:
 def test_a_visit_without_a_verdict_says_nothing() -> None:
     memory = visited(MEMORY, (0, 4))
     assert observe(memory, [Visit("p", 1, 0, 0)]) == memory
-
-
-def test_pass_rate_is_over_all_visits() -> None:
-    assert pass_rate(visited(MEMORY, (0, 4), (1, 1)), "p") == 5 / 8
 
 
 def test_observing_changes_no_earlier_memory() -> None:
