@@ -47,9 +47,10 @@ def _kl_and_correction(recipe: Recipe) -> Iterator[str]:
         why = "algorithm.kl.place reward, whose penalty is k1: only train/kl follows it"
         yield from _changed("algorithm.kl", kl, ("estimator",), why)
     preset = CORRECTIONS[correction.preset]  # its keys are nobody's own words
-    for switch, keys in (("weight", ("cap",)), ("mask", ("low", "high"))):
+    bounds: dict[str, tuple[str, ...]] = {"weight": ("cap",), "mask": ("low", "high")}
+    for switch, named in bounds.items():
         if getattr(correction, switch) == "none":
-            own = tuple(key for key in keys if getattr(correction, key) != preset.get(key))
+            own = tuple(key for key in named if getattr(correction, key) != preset.get(key))
             yield from _changed("algorithm.correction", correction, own, f"algorithm.correction.{switch} none")
 
 

@@ -11,7 +11,14 @@ import yaml
 from grpo_dist.algorithms.advantages import ADVANTAGES
 from grpo_dist.algorithms.kl import ESTIMATORS
 from grpo_dist.algorithms.objective import DIVISORS, OBJECTIVES
-from grpo_dist.config import CORRECTIONS, AlgorithmSection, CorrectionSection, KLSection
+from grpo_dist.config import (
+    CORRECTIONS,
+    AlgorithmSection,
+    CorrectionSection,
+    DifficultySection,
+    FiltersSection,
+    KLSection,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
@@ -26,6 +33,12 @@ def test_every_choice_has_a_row_of_its_own(name: str) -> None:
 )
 def test_every_key_is_mentioned(key: str) -> None:
     assert re.search(rf"\b{key}\b", PAGE)
+
+
+@pytest.mark.parametrize("key", [*FiltersSection.model_fields, *DifficultySection.model_fields])
+def test_every_key_of_the_filters_is_in_their_one_section(key: str) -> None:
+    (section,) = re.findall(r"^## [^\n]*[Ff]ilters.*?(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+    assert re.search(rf"`[^`\n]*\b{key}\b[^`\n]*`", section)
 
 
 def test_the_examples_load() -> None:
