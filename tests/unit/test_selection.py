@@ -204,7 +204,10 @@ def test_a_buffered_group_behind_resting_ones_has_its_place() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"algorithm": {"filters": {"refill_most": 1}}}, r"refill_most 1 must be at least rollout.groups_per_step 2"),
+        (
+            {"algorithm": {"filters": {"zero_variance": "refill", "refill_most": 1}}},
+            r"refill_most 1 must be at least rollout.groups_per_step 2",
+        ),
         ({"algorithm": {"filters": {"truncated": "penalise", "overlong_buffer": 17}}}, "max_tokens is 16"),
         (
             {"algorithm": {"advantage": "reinforce_pp", "filters": {"zero_variance": "drop"}}},
