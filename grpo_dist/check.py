@@ -19,11 +19,14 @@ from typing import Any
 from grpo_dist.config import Recipe
 from grpo_dist.data.prompts import PromptStream, load_prompts
 from grpo_dist.errors import GrpoDistError, UserError
+from grpo_dist.learner.spec import refuse_on_cpus
 from grpo_dist.model_folder import (
     QUICKSTART,
     load_config,
     load_tokenizer,
+    meta_model,
     refuse_beyond_context,
+    refuse_unknown_targets,
     refuse_untrainable,
     resolve_model,
 )
@@ -88,6 +91,8 @@ def _offline(recipe: Recipe, report: CheckReport) -> None:
     from grpo_dist.planner import shape_of
 
     _judge(recipe, report)
+    if recipe.weights.backend == "gloo":
+        _try(lambda: refuse_on_cpus(recipe.model), report)
     report.facts["skipped"] = (
         "model folder, tokenizer, data, one verdict per verifier, disk, run folder, this machine's or the cluster's "
         "resources (--offline)"
@@ -235,16 +240,10 @@ def _verdicts(recipe: Recipe, judge: Judge, prompts: PromptStream, report: Check
 
 def _parameters(recipe: Recipe, config: Any, report: CheckReport) -> int | None:
     """Parameters of the model, counted without memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    build: Any = AutoModelForCausalLM.from_config
-    try:
-        with torch.device("meta"):
-            model = build(config, trust_remote_code=recipe.model.trust_remote_code)
-    except (ValueError, ImportError, OSError) as error:
-        report.problems.append(f"model.path: not a causal language model that transformers knows: {_brief(str(error))}")
+    model = _try(lambda: meta_model(config, recipe.model), report)
+    if model is None:
         return None
+    _try(lambda: refuse_unknown_targets(model, recipe.learner.lora), report)
     count = sum(p.numel() for p in model.parameters())
     report.facts["parameters"] = f"{count:,}"
     return count
@@ -369,6 +368,8 @@ def _resources(recipe: Recipe, report: CheckReport) -> None:
             "verifier": Bundle.of("verifier", recipe.verifiers.placement),
             "reward": Bundle.of("reward", recipe.verifiers.reward_model.placement, recipe.verifiers.reward_model.gpus),
         }
+    if not gpus:
+        _try(lambda: refuse_on_cpus(recipe.model), report)
     sizes = sizes_of(recipe)
     wanted = [bundles[role] for role in bundles for _ in range(sizes[role])]
     report.facts["resources"] = "; ".join(

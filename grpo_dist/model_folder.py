@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import ModelSection, Recipe
+from grpo_dist.config import LoraSection, ModelSection, Recipe
 from grpo_dist.data.prompts import PromptStream, load_prompts
 from grpo_dist.errors import UserError
 from grpo_dist.quickstart.policy import build_quickstart_policy
@@ -91,6 +91,29 @@ def refuse_untrainable(config: Any) -> None:
     refuse_scaled_logits(config)
 
 
+def meta_model(config: Any, model: ModelSection) -> Any:
+    """The model without memory for its weights. Raises UserError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    build: Any = AutoModelForCausalLM.from_config
+    try:
+        with torch.device("meta"):
+            return build(config, trust_remote_code=model.trust_remote_code)
+    except (ValueError, ImportError, OSError) as error:
+        raise UserError(
+            f"model.path: not a causal language model that transformers knows: {_first_line(error)}"
+        ) from error
+
+
+def refuse_unknown_targets(model: Any, lora: LoraSection) -> None:
+    """Raises UserError for a target of LoRA that is no linear layer of this model, or is its head."""
+    if lora.rank and lora.targets:
+        from grpo_dist.learner.lora import check_targets  # loads peft: only where it is wanted
+
+        check_targets(model, lora.targets)
+
+
 def load_inputs(recipe: Recipe) -> tuple[str, PromptStream]:
     """The model to load (folder or hub name) and the prompts.
 
@@ -103,6 +126,8 @@ def load_inputs(recipe: Recipe) -> tuple[str, PromptStream]:
     config = load_config(model, recipe.model)
     refuse_untrainable(config)
     refuse_beyond_context(recipe, config)
+    if recipe.learner.lora.rank and recipe.learner.lora.targets:
+        refuse_unknown_targets(meta_model(config, recipe.model), recipe.learner.lora)
     prompts = load_prompts(
         recipe.data,
         load_tokenizer(model, recipe.model),

@@ -25,7 +25,7 @@ from grpo_dist.fleet.preflight import preflight
 from grpo_dist.fleet.reconcile import Reconciler, RoleSpec, end_all
 from grpo_dist.fleet.scoring import Scoring, reward_actors
 from grpo_dist.learner.rank import LearnerActor, actor_environment
-from grpo_dist.learner.spec import spec_for
+from grpo_dist.learner.spec import refuse_on_cpus, spec_for
 from grpo_dist.rollout.engine import EngineSettings, SamplingSpec
 from grpo_dist.rollout.worker import rollout_actor
 from grpo_dist.types import GroupRequest, RolloutGroup, ScoredGroup, WeightUpdate
@@ -111,11 +111,13 @@ class Fleet:
         """Start the workers of the given roles, all at once; ends what was started when one of them fails.
 
         Raises:
-            UserError: the cluster has no room; says what was wanted and what each node has.
+            UserError: the recipe needs GPUs; or the cluster has no room: says what was wanted and what each node has.
             GrpoDistError: nodes do not reach each other (several nodes only).
             WorkerLost: a worker did not become ready within faults.start_seconds.
         """
         gpus = on_gpus(recipe)
+        if not gpus and "learner" in roles:
+            refuse_on_cpus(recipe.model)
         bundles, limits = bundles_of(recipe, gpus=gpus), recipe.faults
         fleet = cls(recipe, event, roles)
         wanted = [bundle for role, bundle in bundles.items() for _ in range(fleet.wanted[role])]

@@ -120,7 +120,7 @@ def add_adapter(model: Any, section: LoraSection, seed: int) -> Adapter:
         r=section.rank, lora_alpha=section.alpha, lora_dropout=0.0, bias="none",
         target_modules=list(section.targets) or "all-linear",
     )  # fmt: skip
-    _check_targets(model, section.targets)
+    check_targets(model, section.targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, ADAPTER)
@@ -128,16 +128,19 @@ def add_adapter(model: Any, section: LoraSection, seed: int) -> Adapter:
     return Adapter(config, layers)
 
 
-def _check_targets(model: Any, targets: Sequence[str]) -> None:
+def check_targets(model: Any, targets: Sequence[str]) -> None:
+    """Raises UserError unless each target names a linear layer below the head; a model on the meta device will do."""
     head = model.get_output_embeddings()
     linear = {
         name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head and "." in name
     }
-    ends = {name.rsplit(".", 1)[-1] for name in linear}
+    ends = sorted({name.rsplit(".", 1)[-1] for name in linear})
+    heads = {name for name, m in model.named_modules() if m is head}
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
+            why = "the head gets no adapter" if target in heads else "no linear layer is called so"
             raise UserError(
-                f"learner.lora.targets: no linear layer is called {target!r}; this model has {', '.join(sorted(ends))}"
+                f"learner.lora.targets: wanted linear layers of this model ({', '.join(ends)}), found {target!r}: {why}"
             )
 
 

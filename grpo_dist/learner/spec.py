@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_dist.config import AlgorithmSection, LearnerSection, ModelSection, Recipe
+from grpo_dist.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,29 @@ def spec_for(
         backend=backend,
         collective_seconds=recipe.faults.collective_seconds,
     )
+
+
+def refuse_on_cpus(model: ModelSection) -> None:
+    """What only a GPU can do. For a run whose engines and ranks will live on CPUs.
+
+    Raises:
+        UserError: one sentence that names the key.
+    """
+    if model.attention == "varlen":
+        raise UserError("model.attention: wanted auto, segment or eager for a run on CPUs, found varlen: GPUs only")
+    if model.dtype == "float16" and not _cpu_has_fp16():
+        raise UserError(
+            "model.dtype: wanted bfloat16 or float32 for a run on CPUs, found float16: this machine's CPU has no "
+            "kernels for it"
+        )
+
+
+def _cpu_has_fp16() -> bool:
+    """The question that DeepSpeed asks before it accepts fp16."""
+    import torch
+
+    supported: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)  # not in every build
+    return supported is not None and bool(supported())
 
 
 def learning_rate(step: float, total_steps: int, learner: LearnerSection) -> float:

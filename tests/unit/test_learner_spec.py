@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 
+from grpo_dist.check import check
 from grpo_dist.config import AlgorithmSection, LearnerSection, ModelSection, Recipe
+from grpo_dist.errors import UserError
 from grpo_dist.learner.ds_config import merged, policy_config, reference_config
-from grpo_dist.learner.spec import LearnerSpec, learning_rate, spec_for
+from grpo_dist.learner.spec import LearnerSpec, learning_rate, refuse_on_cpus, spec_for
 from tests.conftest import tiny_recipe
 
 
@@ -91,3 +94,31 @@ def test_a_reference_has_no_optimizer_to_offload() -> None:
 
 def test_merge_goes_section_by_section() -> None:
     assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 9}, "e": 4}) == {"a": {"b": 9, "c": 2}, "d": 3, "e": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            {"attention": "varlen", "dtype": "bfloat16"},
+            "model.attention: wanted auto, segment or eager .* found varlen",
+        ),
+        ({"dtype": "float16"}, "model.dtype: wanted bfloat16 or float32 for a run on CPUs, found float16"),
+    ],
+)
+def test_what_only_gpus_can_do_is_refused_before_anything_starts(
+    model: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_dist.learner.spec._cpu_has_fp16", lambda: False)
+    recipe = Recipe.model_validate(tiny_recipe(model=model, weights={"backend": "gloo"}))
+    with pytest.raises(UserError, match=words) as caught:
+        refuse_on_cpus(recipe.model)
+    assert str(caught.value) in check(recipe, offline=True).problems
+    later = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"backend": "auto"})})
+    assert str(caught.value) not in check(later, offline=True).problems
+
+
+def test_float16_where_the_cpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_dist.learner.spec._cpu_has_fp16", lambda: True)
+    refuse_on_cpus(ModelSection(path="m", dtype="float16"))
+    refuse_on_cpus(ModelSection(path="m", dtype="bfloat16"))

@@ -17,6 +17,7 @@ from grpo_dist.learner.lora import BaseAsReference, add_adapter, is_adapter
 from grpo_dist.learner.model import Packed, load_model, replace_head, token_logprobs
 from grpo_dist.learner.optimizer import parameter_groups
 from grpo_dist.learner.self_check import _micro
+from grpo_dist.model_folder import load_config, meta_model, refuse_unknown_targets
 from grpo_dist.types import TensorInfo
 from grpo_dist.weights.source import ShardedTensor, ZeroWeightSource
 from tests.conftest import build_tiny_model, tiny_recipe
@@ -163,6 +164,18 @@ def test_the_written_adapter_loads_onto_the_base(folder: Path, tmp_path: Path) -
         assert torch.equal(found[name], tensor), name
 
 
+def test_targets_are_looked_at_before_anything_starts(folder: Path) -> None:
+    """On a model without memory; the learner's own check is the same one."""
+    model = meta_model(load_config(str(folder), ModelSection(path=str(folder))), ModelSection(path=str(folder)))
+    assert next(model.parameters()).is_meta
+    refuse_unknown_targets(model, LoraSection(rank=2, targets=("q_proj", "v_proj")))
+    refuse_unknown_targets(model, LoraSection(targets=("unused",)))
+    with pytest.raises(UserError, match="found 'lm_head': the head gets no adapter"):
+        refuse_unknown_targets(model, LoraSection(rank=2, targets=("lm_head",)))
+    with pytest.raises(UserError, match="found 'qproj': no linear layer is called so"):
+        refuse_unknown_targets(model, LoraSection(rank=2, targets=("qproj",)))
+
+
 def test_targets(folder: Path) -> None:
     model = base(folder)
     add_adapter(model, LoraSection(rank=2, targets=("q_proj", "v_proj")), seed=0)
@@ -170,7 +183,7 @@ def test_targets(folder: Path) -> None:
     assert names == {"q_proj", "v_proj"}
     for wrong in ("query", "lm_head", "embed_tokens"):
         with pytest.raises(
-            UserError, match=f"no linear layer is called '{wrong}'; this model has down_proj, gate_proj"
+            UserError, match=rf"targets: wanted linear layers of this model \(down_proj, gate_proj.*found '{wrong}': "
         ):
             add_adapter(base(folder), LoraSection(rank=2, targets=("q_proj", wrong)), seed=0)
 
