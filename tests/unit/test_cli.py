@@ -69,7 +69,7 @@ def test_light_verbs_load_nothing_heavy() -> None:
         (["train", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["train", "quickstart", "rollout.group_size=1"], "group_size: must be at least 2"),
         (["train", "quickstart", "rollout.sampling.temperature=0"], "temperature: must be at least 0.01"),
-        (["train", "quickstart", "rollout.sampling.top_p=0.9"], "top_p must be 1.0"),
+        (["train", "quickstart", "rollout.sampling.top_p=0.9"], "top_p: must be 1.0"),
         (["check", "quickstart", "model.dtype=int8"], "model.dtype"),
         (["eval", "quickstart"], "eval needs --checkpoint DIR"),
         (["eval", "quickstart", "--checkpoint", "/nowhere"], "/nowhere: no such folder"),
