@@ -214,7 +214,8 @@ def test_steps_equal_those_of_plain_adamw(moving: Group, tiny_model: Path, sixty
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.param_groups[0]["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
         assert seen["train/lr"] == pytest.approx(rate)
         assert seen["train/loss"] == pytest.approx(float(loss.detach()), abs=2e-6)
