@@ -134,9 +134,9 @@ class VerifierPool:
             child.transport.abort()
         for child in self._idle:
             child.transport.abort()
+        self._fail(WorkerLost("verifier", "pool", "closed while it was scoring"))  # looks at who is busy
         self._idle.clear()
         self._busy.clear()
-        self._fail(WorkerLost("verifier", "pool", "closed while it was scoring"))
         if self._nursery is not None:
             await self._nursery.close()
             self._nursery = None

@@ -306,10 +306,16 @@ def test_killed_in_the_middle_every_sample_is_scored_once() -> None:
     run(body, [{"name": "python:pool_rewards:slow"}], children=2)
 
 
-def test_closing_tells_whoever_waits() -> None:
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_closing_tells_whoever_waits(waiting: int) -> None:
+    """Also a call of which nothing is queued any more: all of it is with children."""
+
     async def body(pool: VerifierPool) -> None:
-        scoring = asyncio.ensure_future(pool.score([item("time.sleep(1000)"), item("1")]))
-        await asyncio.sleep(1.0)
+        scoring = asyncio.ensure_future(pool.score([item("time.sleep(1000)"), *[item("1")] * waiting]))
+        async with asyncio.timeout(60):
+            while not pool._busy:
+                await asyncio.sleep(0.05)
+        assert bool(pool._queue) == bool(waiting)
         await pool.close()
         with pytest.raises(WorkerLost, match="closed while it was scoring"):
             await scoring
