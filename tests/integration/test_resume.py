@@ -284,7 +284,7 @@ def test_a_step_whose_weights_did_not_arrive_is_on_record_and_not_trained_again(
     assert train(again) == 0  # nothing left to do: returns without starting anything
 
 
-@pytest.mark.parametrize("role", ["rollout", "learner", "verifier"])
+@pytest.mark.parametrize("role", ["rollout", "learner"])
 def test_a_lost_worker_ends_the_run_with_one_sentence_and_a_good_checkpoint(
     role: str, out: Path, tiny_model: Path
 ) -> None:
@@ -305,6 +305,20 @@ def test_a_lost_worker_ends_the_run_with_one_sentence_and_a_good_checkpoint(
     assert len(saved) == 1
     assert int(saved[0]) >= step - 1 if role != "learner" else int(saved[0]) % 5 == 0
     assert events(recipe.run_dir, f"{noun}_lost")
+
+
+def test_a_lost_verifier_is_replaced_while_the_run_goes_on(out: Path, tiny_model: Path) -> None:
+    recipe = whole(out, tiny_model, "healed", run={"name": "healed", "steps": 2000}, checkpoint={"every": 0})
+    with command("train", str(write_recipe(out / "healed.yaml", recipe)), cwd=out) as run:
+        run.until(lambda: len(metrics(recipe.run_dir)) >= 3, 240, "three steps")
+        os.kill(events(recipe.run_dir, "verifier_started")[-1]["pid"], signal.SIGKILL)
+        run.until(lambda: metrics(recipe.run_dir)[-1]["fleet/restarts"] == 1, 120, "a step with the replacement")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 130, run.output
+        run.nothing_left()
+    assert [e["worker"] for e in events(recipe.run_dir, "verifier_lost")] == ["verifier-0"]
+    assert [e["worker"] for e in events(recipe.run_dir, "verifier_started")] == ["verifier-0", "verifier-1"]
+    assert not any(row["verify/errors"] for row in metrics(recipe.run_dir))  # what it was judging was judged again
 
 
 def test_records_hold_no_step_twice_after_all_this(straight: Recipe, out: Path) -> None:
