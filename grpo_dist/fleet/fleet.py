@@ -98,7 +98,7 @@ class Fleet:
         self.rollouts = Pool("rollout")
         self.scoring: Scoring
         self.learner: LearnerGroup
-        self._reconcilers: list[Reconciler] = []
+        self._engines: Reconciler
         self._publisher: Publisher
         self._sampling = SamplingSpec.of(recipe.rollout.sampling)
         self._eval_sampling = SamplingSpec.of(recipe.evaluate.sampling, recipe.rollout.sampling)
@@ -125,12 +125,9 @@ class Fleet:
         backend: Literal["nccl", "gloo"] = "nccl" if gpus else "gloo"
         if "learner" in roles and limits.preflight_seconds and len(living_nodes()) > 1:
             await preflight(bundles, fleet.wanted, backend=backend, limits=limits, tell=tell)
-        fleet._reconcilers = [
-            Reconciler(
-                RoleSpec(role, bundles[role], create, limits.start_seconds, limits.placement_seconds), pool, event
-            )
-            for role, create, pool in (("rollout", _engines(recipe, model, backend), fleet.rollouts),)
-        ]
+        create = _engines(recipe, model, backend)
+        spec = RoleSpec("rollout", bundles["rollout"], create, limits.start_seconds, limits.placement_seconds)
+        fleet._engines = Reconciler(spec, fleet.rollouts, event)
         fleet.scoring = Scoring(recipe, bundles, event, wanted=fleet.wanted["verifier"])
         try:
             starts: dict[str, Any] = {"engines": fleet.reconcile(), **fleet.scoring.starts()}
@@ -146,7 +143,7 @@ class Fleet:
 
     async def reconcile(self) -> None:
         """Make the engines agree with ``wanted``."""
-        await gather_named({r.spec.role: r.reconcile(self.wanted[r.spec.role]) for r in self._reconcilers})
+        await self._engines.reconcile(self.wanted["rollout"])
 
     async def _start_learner(self, bundle: Bundle, model: str, backend: Literal["nccl", "gloo"]) -> None:
         recipe = self.recipe
